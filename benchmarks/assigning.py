@@ -29,7 +29,7 @@ WIDTH = 192
 
 
 def work_of_thread(batch: Batch, assignment: str) -> Callable[[], BatchAssignment]:
-    """What a loading thread does for each batch, but for waiting."""
+    """Performs a loading thread's work for each batch, without its waits."""
     plan = replace(batch.apart, assignment=assignment)
     handed_over = pickle.dumps(list(batch.problem.samples))
 
@@ -53,7 +53,7 @@ def processor_s(work: Callable[[], object], times: int) -> float:
 
 
 def step_s(num_operations: int) -> float:
-    """Of small tensor operations, one after the other."""
+    """Seconds of small tensor operations, one after the other."""
     x, weight = torch.ones(WIDTH, WIDTH), torch.eye(WIDTH)
     begin = time.perf_counter()
     for _ in range(num_operations):

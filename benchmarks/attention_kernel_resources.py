@@ -1,4 +1,4 @@
-"""What the attention kernels need of a GPU: registers, what is spilled from them, shared memory. Needs no GPU.
+"""Resources that the attention kernels need of a GPU: registers, spills, shared memory. Runs without a GPU.
 
 Triton compiles them for a compute capability (80: A100, 90: H100) with the settings of `motet.attention.kernels.flash`;
 NVIDIA's `cuobjdump`, which comes with Triton, tells what a program was given. A stack that is more than a few hundred
@@ -33,7 +33,7 @@ KERNELS = {
 """By name; and how many sums they hold."""
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""That one program may have."""
+"""Shared memory that one program may have."""
 DATA = ("Q", "K", "V", "OUT", "D_OUT", "D_Q", "D_K", "D_V")
 INTEGERS = ("LO", "HI", "POSITION", "KEY_CLASS", "TASKS", "COLUMNS", "ROWS")
 SCALARS = {"num_queries": "i32", "num_keys": "i32", "scale": "fp32", "CLASSES_SEEN": "*i64"}

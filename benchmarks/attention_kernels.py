@@ -56,7 +56,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one implementation."""
+    """Forward and backward of one implementation."""
 
     forward: Callable[[], object]
     backward: Callable[[], object] | None

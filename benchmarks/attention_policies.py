@@ -26,7 +26,7 @@ from papers.cornstarch.attention_masks import FOUR_OF_DCP, MULTIMODAL
 from papers.cornstarch.attention_time import AttentionKernel, devices_s, gathered_s, ring_rounds_s, ring_s
 
 BYTES = 2
-"""Of a number in bf16."""
+"""Bytes of a number in bf16."""
 PIECES = 16
 """Into so many pieces a row with all tiles is split (the thesis found 16 to 32 good)."""
 

@@ -82,7 +82,7 @@ def problems() -> list[tuple[str, PlanningProblem]]:
 
 
 def _wanted(report: Report, words: Sequence[str], named: Iterable[tuple[str, PlanningProblem]]) -> list["Chosen"]:
-    """Those of which one of the words is part of the name; when interrupted, those that are done."""
+    """Plans the problems whose name contains one of the words; when interrupted, returns those that are done."""
     wanted: list[tuple[str, PlanningProblem]] = []
     choices: list[Chosen] = []
     try:

@@ -41,9 +41,9 @@ class Outcome:
     """Standard deviation of the forward time of a module's microbatches, all stages added up."""
     iteration_s: float
     lower_bound_s: float
-    """Of this plan under this assignment."""
+    """Lower bound of this plan under this assignment."""
     peak_bytes: int
-    """Of the device that needs most."""
+    """Peak bytes of the device that needs most."""
     num_microbatches: float
     """Mean over replicas, of the language model."""
 
@@ -103,7 +103,7 @@ METHODS: Mapping[str, Method] = {
     "deferral, K_eff, same ranks, zero-bubble": Method("zero_bubble_h2", _fewer, same_ranks=True),
 }
 IN_QUESTION = ("deferral, eager", "deferral, K_eff, eager", "deferral, K_eff, same ranks, zero-bubble")
-"""Which of them are held against the goals."""
+"""Cases that are compared with the goals."""
 
 
 Outcomes = Mapping[str, Sequence[Outcome]]

@@ -1,4 +1,4 @@
-"""What `make chaos` did: how many processes were lost how and in which phase, and what came of it.
+"""Summarizes `make chaos`: the processes that were lost, how and in which phase, and the outcome.
 
     MOTET_CHAOS_LOG=chaos.jsonl make chaos        # 200 trials; may be split by MOTET_CHAOS_FIRST and MOTET_CHAOS_TRIALS
     python -m benchmarks.chaos chaos.jsonl

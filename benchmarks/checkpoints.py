@@ -1,4 +1,4 @@
-"""What does a checkpoint cost the training processes, written beside the training, and written while it waits?
+"""Measures what a checkpoint costs the training processes, written asynchronously and synchronously.
 
 Two processes, SigLIP + projector + Llama cut into two stages, everything trainable, AdamW. In turn: steps without a
 checkpoint; the same with one that is written beside them; the same with one that the first step waits for. Both cores

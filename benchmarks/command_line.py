@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], float | None]] = {
     "SigLIP and a language model of 70B on 64 GPUs, planned": (("plan", PLAN_64), 2.0),
     "the same, simulated": (("simulate", PLAN_64), 2.0),
 }
-"""What `motet` is called with, and the seconds that it may take."""
+"""Arguments of `motet`, and the seconds that it may take."""
 
 
 def run(arguments: Sequence[str]) -> tuple[float, float]:

@@ -190,7 +190,7 @@ def all_features(config: RunConfig, samples: tuple[Sample, ...]) -> dict[str, li
 
 
 def share_waited(config: RunConfig, producer: Producer, step_s: float, num_steps: int, ahead: int) -> float:
-    """Of the time of all steps but the first, which fills the pipeline."""
+    """Share of the time of all steps but the first, which fills the pipeline."""
     loader = Loader(
         producer, config.train.global_batch_size, seed=0, wanted=partial(all_features, config), batches_ahead=ahead
     )

@@ -114,7 +114,7 @@ def plans_of(config: RunConfig, batches: Sequence[Batch], stages: int) -> dict[s
 def evaluations_of(
     config: RunConfig, plans: Mapping[str, Plan], batches: Sequence[Batch]
 ) -> dict[str, list[Evaluation]]:
-    """Of each assignment and batch; each rank computes by itself."""
+    """Evaluations of each assignment and batch; each rank computes its own."""
     num_ranks = plans[RANDOM].num_ranks
     problems = [
         replace(planning_problem(config, batch.samples), cluster=cpu_cluster(num_ranks), num_cores=None)
@@ -124,7 +124,7 @@ def evaluations_of(
 
 
 def predicted_s(evaluations: Sequence[Evaluation]) -> float:
-    """Of all batches, without the optimizer's steps."""
+    """Predicted seconds of all batches, without the optimizer's steps."""
     return sum(each.result.iteration_time_s - each.costs.fixed_s for each in evaluations)
 
 

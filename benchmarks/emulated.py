@@ -15,7 +15,7 @@ from motet.runtime.launch import launch
 
 
 def predicted_s(evaluation: Evaluation) -> float:
-    """Of an iteration without the optimizer's step."""
+    """Predicted seconds of an iteration without the optimizer's step."""
     return evaluation.result.iteration_time_s - evaluation.costs.fixed_s
 
 

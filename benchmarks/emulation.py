@@ -48,7 +48,7 @@ class Sleeper:
 
 
 class Seconds(NamedTuple):
-    """What a microbatch takes on a stage."""
+    """Seconds of a microbatch on a stage."""
 
     forward: float
     input_half: float

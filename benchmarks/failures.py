@@ -1,5 +1,5 @@
-"""Which system trains most on spot instances? Traces of nodes that come and go, replayed for Oobleck, Varuna and Bamboo
-with the models of Oobleck's evaluation (thesis 2.7.3, Figure 2.10).
+"""Compares how much systems train on spot instances. Traces of nodes that come and go, replayed for Oobleck, Varuna and
+Bamboo with the models of Oobleck's evaluation (thesis 2.7.3, Figure 2.10).
 
 Traces are CSV files: milliseconds, add or remove, node. The real ones that the thesis used were published with Bamboo.
 """

@@ -101,13 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def names() -> list[str]:
-    """Of all families. A model of several modalities that transformers declares causal too is listed as the former."""
+    """Names of all families. A model of several modalities that transformers declares causal too is listed as the
+    former."""
     composites = [COMPOSITES + model_type for model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
     return [*(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if COMPOSITES + name not in composites), *composites]
 
 
 def missing_trials(name: str, features: Sequence[str], results: Mapping[str, Any]) -> list[str]:
-    """Those of a family that the results do not have."""
+    """Trials of a family that the results lack."""
     before = results.get(name, {})
     known = COMPOSITE_TRIALS if name.startswith(COMPOSITES) else ALL_TRIALS
     wanted = [feature for feature in features if feature in known]

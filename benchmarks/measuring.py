@@ -73,6 +73,6 @@ def seconds(blocks: Blocks, name: str) -> Spread:
 
 
 def ratio(blocks: Blocks, name: str, other: str) -> Spread:
-    """Of the block medians of `name` over those of `other` in the same round."""
+    """Ratio of the block medians of `name` to those of `other` in the same round."""
     pairs = zip(blocks[name], blocks[other], strict=True)
     return Spread.of([statistics.median(a) / statistics.median(b) for a, b in pairs])

@@ -35,17 +35,17 @@ from papers.optimus.problems import problems
 class Search:
     what: str
     limit_s: float | None
-    """That it should not exceed; None: there is no such goal."""
+    """Limit that it should not exceed; None if there is none."""
     prepare: Callable[[], Callable[[], object]]
     published: str = ""
-    """What the paper says of its own."""
+    """The paper's statement about its own planner."""
 
 
 _layers = np.random.default_rng(0)
 
 
 def _partition() -> Callable[[], object]:
-    """Of other layers each time: what is known of the same ones is remembered."""
+    """Partitions different layers each time, because results for equal layers are cached."""
     costs = _layers.uniform(0.5, 2.0, 512).tolist()
     return lambda: partition(costs, 64)
 

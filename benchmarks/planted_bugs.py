@@ -36,7 +36,7 @@ class Bug:
     tests: tuple[str, ...]
     """Stems of the test files that should catch the bug."""
     keyword: str = ""
-    """Which of their tests run: a pytest expression for `-k`; empty: all."""
+    """Expression for pytest's `-k` that selects tests of these files; empty: all."""
 
 
 BUGS = (
@@ -338,7 +338,7 @@ class Project:
     def __init__(self, checkout: Path, timeout_s: float) -> None:
         self._checkout, self._timeout_s = checkout, timeout_s
         self._without_bug: dict[tuple[tuple[str, ...], str], tuple[str, str]] = {}
-        """What became of each selection of tests."""
+        """Outcome of each selection of tests."""
 
     def try_bug(self, bug: Bug) -> Outcome:
         """Plants the bug, runs its tests and takes the bug out again."""
@@ -399,7 +399,7 @@ def run_tests(bug: Bug, checkout: Path, tests: Sequence[Path], timeout_s: float)
 
 
 def copy_of(checkout: Path, folder: Path) -> Path:
-    """What the tests need of the checkout."""
+    """Copies the files of the checkout that the tests need."""
     copied = folder / "checkout"
     copied.mkdir()
     for name in COPIED:

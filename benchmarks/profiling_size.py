@@ -31,7 +31,7 @@ class Outcome:
     num_found: int
     """Runs that ended with a size; others lie too near to where the allocation changes."""
     num_wrong: int
-    """Of those, how many where a fresh batch differs with probability > 5%."""
+    """Number of those where a fresh batch differs with probability > 5%."""
     median_size: float
 
     @property

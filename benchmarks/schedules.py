@@ -1,4 +1,4 @@
-"""Which schedule for encoders on the language model's ranks, and how long does it take to write a schedule down?
+"""Compares schedules for encoders on the language model's ranks, and measures how long making a schedule takes.
 
 The first is predicted, not measured: planner `optimus` lays out two configurations of the Optimus paper, with computed
 costs, and the same plan is simulated under several schedules. The second is timed, in seconds of one processor.

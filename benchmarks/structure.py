@@ -160,7 +160,7 @@ def tower_lines(folder: Path) -> int:
 
 
 def first_product(checkout: Path, timeout_s: float) -> dict[str, Any]:
-    """What rank 0 has been through before its first matrix product."""
+    """Records the frames and files that rank 0 passes before its first matrix product."""
     source = checkout / "src"
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"

@@ -45,7 +45,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def seconds(problem: MappingProblem, num_nodes: int, num_runs: int) -> float:
-    """Of CPU, the median."""
+    """Median seconds of CPU time."""
     times = []
     for _ in range(num_runs):
         begin = time.process_time()

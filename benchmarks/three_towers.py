@@ -19,7 +19,7 @@ from benchmarks.reporting import Report
 
 EXAMPLE = Path(__file__).parents[1] / "examples/three_towers.py"
 LEAST_SHARE, MOST_S = 0.9, 300.0
-"""What it should reach in every direction, and within which time, training included."""
+"""Share of hits to reach in every direction, and time limit, including training."""
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ WARM_UP = 2
 
 
 def plan_of(schedule: str, num_blocks: int, num_microbatches: int) -> Plan:
-    """As many blocks on each stage; the embedding on the first, the head on the last."""
+    """Makes a plan with equally many blocks on each stage, the embedding on the first and the head on the last."""
     ranks = SCHEDULES[schedule]
     num_layers = num_blocks + 2
     bounds = [0, *(1 + num_blocks * s // len(ranks) for s in range(1, len(ranks))), num_layers]
@@ -98,7 +98,7 @@ def compare(
         ran.append(name)
 
     def take_timeline() -> None:
-        """Of the step that has just run; not timed."""
+        """Takes the timeline of the step that has just run; not timed."""
         if ran:
             timelines[ran[-1]].append(engines[ran[-1]].timeline())
         for engine in engines.values():

@@ -15,7 +15,7 @@ NUMBERS = (
     *("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads"),
     *("intermediate_size", "encoder_ffn_dim"),
 )
-"""What the tensor-parallel size must divide."""
+"""Numbers that the tensor-parallel size must divide."""
 
 
 def module_workload(config: Config) -> ModuleWorkload:
@@ -119,7 +119,7 @@ def _qwen2_5_vl(config: Config) -> ModuleWorkload:
 
 
 def _plain_block(config: Config) -> LayerShape:
-    """With biases and two norms of mean and variance."""
+    """A block with biases and two norms of mean and variance."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     attention, inner = Attention(heads, heads, width // heads), config["intermediate_size"]
     return _block(width, attention, inner, bias=(True,) * 4, mlp_bias=True, other_parameters=4 * width)

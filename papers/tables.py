@@ -15,10 +15,10 @@ class Row:
 
     what: str
     published: float | None
-    """None: the paper gives no number, ours stands alone."""
+    """The published number; None if the paper gives none."""
     ours: float
     calibrated_on: str
-    """What was fitted to published numbers, and on which; "nothing" if nothing was."""
+    """Description of what was fitted to which published numbers; "nothing" if nothing was."""
     held_out: bool
     """Whether `published` had no part in the calibration."""
     assumptions: str
@@ -32,10 +32,10 @@ class Row:
 @dataclass(frozen=True)
 class Table:
     table: str
-    """As the paper calls it, and what it shows."""
+    """The table's name in the paper, and what it shows."""
     rows: tuple[Row, ...]
     notes: str = ""
-    """What the paper leaves out or contradicts, and what of its shape holds."""
+    """Notes on what the paper leaves out or contradicts, and on which of its trends hold."""
 
     @property
     def max_rel_err(self) -> float | None:
@@ -60,7 +60,7 @@ def as_json(paper: str, tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def as_text(values: Mapping[str, Any]) -> str:
-    """What `as_json` returned, for people."""
+    """Formats the result of `as_json` as text."""
     lines = [str(values["paper"])]
     for table in values["tables"]:
         lines += ["", table["table"], *_aligned(table["rows"])]

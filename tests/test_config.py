@@ -120,7 +120,7 @@ def _types_in(annotation: Any) -> list[Any]:
         ("model.encoders.language_model={config: X}", "model.encoders.language_model: is the language model's name"),
         (
             "model.placeholder_tokens={x: a}",
-            "model.placeholder_tokens.x: is no encoder or generator; give one of vision",
+            "model.placeholder_tokens.x: is not an encoder or generator; give one of vision",
         ),
         ("cluster={num_devices: 5, num_nodes: 2}", "cluster.num_devices: is 5, which 2 nodes cannot share equally"),
         ("parallel.explicit={vision: {}, language_model: {}}", "parallel.planner: is 'cornstarch', so explicit"),
@@ -139,7 +139,7 @@ def _types_in(annotation: Any) -> list[Any]:
         ("train.learning_rate.x.y=3", "train.learning_rate is 0.001, which has no keys"),
         ("steps", "--set steps: is not of the form a.b.c=value"),
         ("train..steps=3", "is not of the form a.b.c=value"),
-        ("train.steps=[1", "--set train.steps=.*mend the YAML"),
+        ("train.steps=[1", "--set train.steps=.*correct the YAML"),
     ],
 )
 def test_explains_what_is_wrong(run_file: Path, override: str, message: str) -> None:
@@ -157,11 +157,11 @@ def test_refuses_a_model_with_nothing_to_train(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", "line 1, column .*mend the YAML"),
+        ("a: [1", "line 1, column .*correct the YAML"),
         ("train: {steps: 1}\ntrain: {steps: 2}", "line 2, column 1: key 'train' stands twice"),
         ("train: {steps: 1, steps: 2}", "key 'steps' stands twice"),
-        ("- a\n- b", "holds no mapping; a run file has the keys model, data"),
-        ("", "holds no mapping"),
+        ("- a\n- b", "is not a mapping; a run file has the keys model, data"),
+        ("", "is not a mapping"),
         ("!!python/object:os.system {}", "could not determine a constructor"),
         ("[a]: b", "a key must be a word"),
         ("model: &x {y: *z}", "undefined alias"),

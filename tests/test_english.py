@@ -1,6 +1,8 @@
 """Phrases and names that readers stumbled at stay out of sources and pages."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,20 @@ BANNED = {
     r"\bpart_values\b": "hf_config",
     r"\bshare_context\b": "enable_context_parallel",
     r"\bsimulator[./]alike\b": "replica_folding",
+    r"\bmotet reproduce\b": "python -m papers",
+    r"\b(?:could not|cannot) be had\b": "cannot be downloaded",
+    r"\b(?:mend|mends) the YAML\b": "correct the YAML",
+    r"\bholds no mapping\b": "is not a mapping",
+    r": is of (?:towers|encoders)\b|: is of a (?:whole|language) model": "applies to ... only",
+    r"\b(?:goes|go) with --|does not go with": "is read with ... only, cannot be combined with",
+    r"\bis a slow one\b": "is a slow tokenizer",
+    r"\bcaptions nothing\b": "cannot be a caption decoder",
+    r"\ba loss contrasts\b|\btowers (?:that )?are contrasted\b": "contrastive towers",
+    r"\bhands? on (?:its|the|a|an|what|one|features|rows|all)\b|\b(?:tokens|features|rows) handed on\b": "outputs",
+    r"\bwho may ask\b": "access",
+    r"\bwhat (?:kernels|one program) (?:get|may have)\b": "inputs, resources",
+    r"\bwould help\"": "give, use",
+    r"\bnobody derives\b": "no other code derives",
 }
 """Regular expressions, and what to write instead (STYLE: plain technical English)."""
 
@@ -50,6 +66,42 @@ def uses(pattern: str, text: str) -> list[int]:
 def test_banned_phrases_are_not_used(pattern: str) -> None:
     found = [f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in uses(pattern, path.read_text())]
     assert found == [], f"write instead: {BANNED[pattern]}"
+
+
+CLEAN = (
+    *(f"src/motet/{name}" for name in ("attention", "balancing", "cli", "cluster", "models/hub", "report")),
+    *(f"src/motet/planner/{name}" for name in ("distmm", "disttrain", "optimus", "reconfiguration", "templates")),
+    "src/motet/runtime/checkpoint",
+    "papers",
+)
+"""Folders whose docstrings all begin with what the thing is; the others are to join them."""
+
+
+def documentation(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, also of those below fields and constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value.strip()
+
+
+@pytest.mark.parametrize("folder", CLEAN)
+def test_docstrings_begin_with_what_the_thing_is(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in documentation(path)
+        if re.match(r"(?:Of|What|Who|Whose|Those) ", text)
+    ]
+    assert found == [], "begin with a noun or a verb: 'Bytes of ...', 'Returns ...'"
+
+
+def test_docstrings_are_found() -> None:
+    found = [text for _, text in documentation(Path(__file__))]
+    assert any(text.startswith("Folders whose docstrings") for text in found)
+    assert len(found) >= 6
 
 
 def test_phrases_are_found_across_lines() -> None:

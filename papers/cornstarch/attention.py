@@ -17,7 +17,7 @@ from papers.cornstarch.attention_time import AttentionKernel, devices_s
 from papers.tables import Row, Table
 
 Published = dict[tuple[str, ...], tuple[float, ...]]
-"""What names the row; its columns, in milliseconds."""
+"""Published rows: columns in milliseconds, by the row's names."""
 
 A40_UNITS = 84
 COST = TileCost(full_s=1.0, partial_s=1.1)
@@ -56,7 +56,7 @@ TABLE_3_3_WIDTHS = {"LLM-S": 2048, "LLM-M": 4096, "LLM-L": 5120}
 """Heads times head dimension."""
 TABLE_3_3_RANKS = 4
 MERGE_TILES = 2.0
-"""What a partial result costs, in tiles."""
+"""Cost of merging a partial result, in tiles."""
 
 TABLE_3_4_LENGTHS = ("32k", "64k", "128k", "256k")
 TABLE_3_4_MS: Published = {

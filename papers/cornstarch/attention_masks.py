@@ -77,14 +77,14 @@ MULTIMODAL: dict[str, Callable[[int, np.random.Generator], IntervalMask]] = {
     "EE": embedded,
     "MP": packed,
 }
-"""As Cornstarch table 4 calls them: encoder outputs prepended, embedded, multimodal packing."""
+"""Masks under their names in Cornstarch table 4: encoder outputs prepended, embedded, multimodal packing."""
 FOUR_OF_DCP = {
     "Lambda": lambda_shaped,
     "Causal": causal,
     "Causal blockwise": causal_blockwise,
     "Shared questions": shared_question,
 }
-"""As thesis table 3.4 calls them."""
+"""Masks under their names in thesis table 3.4."""
 
 
 def _mask(documents: list[Document]) -> IntervalMask:

@@ -60,19 +60,19 @@ second) and megatron/benchmark_gpt.py."""
 MEGATRON_2019 = Training(40, 1536, 8, utilization=0.30)
 """Shoeybi et al. 2019, on a DGX-2H."""
 MEGATRON_1_0 = replace(MEGATRON_2019, utilization=0.48)
-"""With more fused kernels: nv-adlr.github.io/MegatronLMV1."""
+"""The same with more fused kernels: nv-adlr.github.io/MegatronLMV1."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not say of both systems."""
+    """Assumptions where the paper says nothing, for both systems."""
 
     training: Training = ALPA
     """How fast a V100 is."""
     optimizer_bytes: int = 12
     """Kept by the optimizer for each parameter."""
     shared: bool = True
-    """By data-parallel ranks: a share each."""
+    """Whether data-parallel ranks share the optimizer's state."""
 
 
 ASSUMED = Assumed()
@@ -117,7 +117,7 @@ def cluster() -> Cluster:
 
 @cache
 def v100_speeds(training: Training = ALPA) -> Speeds:
-    """With which a V100 trains as fast as measured."""
+    """Speeds of kernels with which a V100 trains as fast as measured."""
     device = DEVICES["v100-16"]
     peak, assumed = device.peak("float16"), default_speeds(device)
 
@@ -135,7 +135,7 @@ def v100_speeds(training: Training = ALPA) -> Speeds:
 
 
 def utilization(speeds: Speeds, training: Training) -> float:
-    """That these speeds give."""
+    """Utilization that these speeds give."""
     size, sequences = training.hidden_size, training.sequences
     body = {
         "hidden_size": size,

@@ -82,12 +82,12 @@ class Outcome:
 
     @property
     def reduction_s(self) -> float:
-        """Of the device that sums most gradients."""
+        """Seconds of reductions on the device that sums most gradients."""
         return max(_reductions_s(self.evaluation))
 
     @property
     def communication_share(self) -> float:
-        """Of gathering features and summing gradients in the iteration."""
+        """Share of the iteration that gathers features and sums gradients."""
         costs, routes = self.evaluation.costs, self.evaluation.program.dependencies.routes
         gathers = [Compute(Kind.FORWARD, cell) for cell in routes.cells if cell.module == "loss"]
         seconds = sum(map(costs.group_communication_s, gathers)) + self.reduction_s
@@ -187,14 +187,14 @@ def _megatron_plan(given: PlanningProblem, scale: str) -> Plan:
 
 @cache
 def distmm_outcome(each: Setting) -> Outcome:
-    """With the replicas that the paper gives, else balanced ones."""
+    """DistMM with the replicas that the paper gives, else balanced ones."""
     published = PUBLISHED_REPLICAS.get((each.scale, each.model))
     return balanced_outcome(each) if published is None else _replicated(each.problem, published)
 
 
 @cache
 def larger_batch_outcome(each: Setting) -> Outcome:
-    """With the samples a replica that section 7.2.2 gives DistMM."""
+    """DistMM with the samples per replica that section 7.2.2 gives."""
     larger = _whole_memory(problem(each.vision, each.text, DISTMM_BATCH, assumed=each.assumed))
     return _replicated(larger, PUBLISHED_REPLICAS[each.scale, each.model])
 

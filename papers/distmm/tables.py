@@ -145,7 +145,7 @@ def _replicas() -> Table:
 
 
 def _utilization(scale: str, figure: str) -> Table:
-    """Of towers: model FLOPs over peak and the time that their devices compute them."""
+    """Utilization of towers: model FLOPs over peak and the time that their devices compute them."""
     rows = []
     for each in _settings(scale):
         for tower in ("vision", "text"):

@@ -55,7 +55,8 @@ def alternatives_table() -> Table:
 
 
 def calibrated(assumed: Assumed) -> Assumed:
-    """With the matrix efficiency that comes nearest to the published MFU: MFU jumps where the best layout changes."""
+    """Calibrates the matrix efficiency to come nearest to the published MFU: MFU jumps where the best layout
+    changes."""
     num_devices, batches = LARGE
     tried = []
     for _ in range(ROUNDS):

@@ -25,7 +25,7 @@ BACKBONES: Mapping[str, tuple[int, int, int, int, int]] = {
 IMAGE_SIDE: Mapping[str, int] = {"9B": 512, "15B": 512, "72B": 1024}
 """That the generator makes."""
 Passes = tuple[int, int, int]
-"""That encoder, language model and generator compute: forward, input gradient, weight gradient."""
+"""Numbers of passes of encoder, language model and generator: forward, input gradient, weight gradient."""
 TRAINED: Passes = (3, 3, 3)
 FROZEN_SETTINGS: Mapping[str, Passes] = {
     "everything frozen": (1, 2, 2),
@@ -39,22 +39,24 @@ always trained, so gradients go back to the encoder's projector."""
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not print."""
+    """Assumptions where the paper prints nothing."""
 
     matrix_efficiency: float = 0.635
-    """Of the language model's kernels; the one calibrated constant."""
+    """Efficiency of the language model's kernels; the one calibrated constant."""
     vit_efficiency: float = 0.39
-    """Of ViT-g/14 with its text tower in NVIDIA NeMo's training of CLIP: 559 pairs a second on eight A100."""
+    """Efficiency of ViT-g/14 with its text tower in NVIDIA NeMo's training of CLIP: 559 pairs a second on eight
+    A100."""
     unet_efficiency: float = 0.28
-    """Of Stable Diffusion 2 in MosaicML's training: 290 images of 512 x 512 a second on eight A100, latents at hand."""
+    """Efficiency of Stable Diffusion 2 in MosaicML's training: 290 images of 512 x 512 a second on eight A100, latents
+    at hand."""
     latents: float = 0.0
-    """What encoding images into latents adds to the generator's time: none, it is left to preprocessing."""
+    """Share that encoding images into latents adds to the generator's time; 0 because preprocessing does it."""
     images: int = 10
     """In each sequence of 8192 tokens. Ten with 256 words (about 350 tokens) is what section 4.2 calls typical: 784
     tokens an image. LAION-400M's published statistics of sizes agree (more than half a side of 256, a quarter one of
     512): about 800 patches of 16 x 16 in the mean."""
     encoded_side: int = 448
-    """Of an image at the encoder: the square of 784 patches."""
+    """Side of an image at the encoder: a square of 784 patches."""
     exposed: float = 0.1
     """Share of the tensor-parallel communication that StepCCL does not hide."""
     nvlink_bytes_per_s: float = LINKS["nvlink-a800"].bytes_per_s
@@ -64,7 +66,7 @@ class Assumed:
     """Four cards for eight devices."""
     vpp_sizes: tuple[int, ...] = (1, 2, 4)
     equal_stages: bool = True
-    """Of the language model: DistTrain extends Megatron-LM, which divides layers by stages without remainder."""
+    """Whether the language model's stages have equally many layers, as in Megatron-LM, which DistTrain extends."""
     spared: float = 0.01
     """Devices that shorten the iteration by less than this are not taken: 1172 of 1296 were. From 1% to 3% MLLM-72B
     gets as many; at none it gets 1264."""
@@ -135,7 +137,7 @@ def _forward_flops(workload: ModuleWorkload, tokens: int, incoming: int = 0) -> 
 
 @cache
 def sample_flops(size: str, assumed: Assumed = ASSUMED) -> tuple[float, float, float]:
-    """Of one pass of one sample through encoder, language model and generator."""
+    """FLOPs of one pass of one sample through encoder, language model and generator."""
     encoded, generated = _image_flops(size, image_tokens(assumed))
     return assumed.images * encoded, _sequence_flops(size), assumed.images * generated
 

@@ -37,14 +37,15 @@ from papers.tables import Row, Table
 
 PUBLISHED_GAIN = (1.03, 1.11)
 MEDIAN_SIDE, SPREAD, LARGEST_SIDE = 296, 0.705, 1024
-"""Of the square of an image's area, in pixels; between those of the shorter and of the longer side."""
+"""Distribution of the side of a square of an image's area, in pixels; between those of the shorter and of the longer
+side."""
 CAPTION_TOKENS = 35
 NUM_BATCHES = 3
 PASSES = 3
 """Forward, input gradient, weight gradient."""
 
 Sides = tuple[int, ...]
-"""Of a sample's images, in patches of 16 pixels."""
+"""Sides of a sample's images, in patches of 16 pixels."""
 TYPICAL: Sides = (ASSUMED.encoded_side // 16,) * ASSUMED.images
 
 
@@ -169,7 +170,7 @@ def _loads(tokens: Sequence[int], num_devices: int) -> list[float]:
 
 
 def _iteration_s(pipeline: Pipeline, replicas: Sequence[Sequence[Sides]]) -> float:
-    """Of the slowest replica."""
+    """Seconds of an iteration, which the slowest replica determines."""
     return max(_simulated_s(pipeline.forward_s(samples)) for samples in replicas)
 
 

@@ -1,4 +1,4 @@
-"""Who is compared in DistTrain's evaluation: its orchestration, Megatron-LM's rigid one, devices by FLOPs.
+"""The systems of DistTrain's evaluation: its orchestration, Megatron-LM's rigid one, devices by FLOPs.
 
 All three are times of the closed form that the planner itself minimizes (`motet.planner.disttrain.orchestration`).
 Megatron-LM is the paper's (8.1): tensor parallelism of 8, the language model in 1, 2 and 10 stages, one more stage for
@@ -76,7 +76,7 @@ def megatron(
 
 
 def megatron_replicas(size: str, num_devices: int, batch: int) -> int:
-    """As many as its rigid layout can use: the largest data parallelism that divides the batch."""
+    """Number of replicas of the rigid layout: the largest data parallelism that divides the batch."""
     return max(dp for dp in range(1, num_devices // (8 * (MEGATRON_STAGES[size] + 2)) + 1) if batch % dp == 0)
 
 

@@ -37,7 +37,7 @@ PUBLISHED_GPUS = {"72B": 1172}
 """Section 1."""
 PUBLISHED_72B = {"MFU": 1.2, "throughput": 1.3}
 IMPLIED_SHARE_9B = PUBLISHED_RANGES["throughput, 9B and 15B"][1] / PUBLISHED_RANGES["MFU, 9B and 15B"][1]
-"""Of Megatron-LM's GPUs that DistTrain ran on: throughput and MFU of one comparison differ by nothing else."""
+"""Share of Megatron-LM's GPUs that DistTrain used, as the ratios of throughput and MFU imply: nothing else differs."""
 ASSUMPTIONS = (
     f"{ASSUMED.images} images a sequence, ViT kernels at {ASSUMED.vit_efficiency:.0%} and U-Net kernels at "
     f"{ASSUMED.unet_efficiency:.0%} of peak, samples alike, Megatron-LM without StepCCL and interleaving, no devices "

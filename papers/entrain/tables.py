@@ -25,7 +25,7 @@ from papers.tables import Row, Table
 __all__ = ["problems", "tables"]
 
 NUM_DEVICES = 16
-"""Of one replica; tensor parallelism of 2 makes them 8 groups."""
+"""Devices of one replica; tensor parallelism of 2 makes them 8 groups."""
 TP = 2
 NUM_DRAWS = 1 + num_trials(0.05, 0.05)
 NUM_MICROBATCHES = 512 // (4 * 4)
@@ -42,7 +42,7 @@ class Trials:
     table: str
     seen: tuple[tuple[int, int], ...]
     encoder_stages: int
-    """Of Tables 4.1 and C.1."""
+    """Encoder stages in Tables 4.1 and C.1."""
 
 
 PUBLISHED: Mapping[tuple[str, str], Trials] = {
@@ -65,7 +65,7 @@ def tables() -> Sequence[Table]:
 
 
 def _probability(mean: float, spread: float, size: int, fewest: int, most: int) -> float:
-    """That one batch's allocation lies in this range; `mean` and `spread` (of one sample) in devices."""
+    """Probability that one batch's allocation lies in this range; `mean` and `spread` (of one sample) in devices."""
 
     def below(devices: float) -> float:
         return 0.5 * (1 + erf((devices - mean) / (spread / sqrt(size)) / sqrt(2)))
@@ -74,7 +74,7 @@ def _probability(mean: float, spread: float, size: int, fewest: int, most: int) 
 
 
 def _seen_probability(mean: float, spread: float, size: int, fewest: int, most: int) -> float:
-    """That the draws show this range and no more: all inside, both ends among them."""
+    """Probability that the draws show exactly this range: all inside, both ends among them."""
 
     def all_within(first: int, last: int) -> float:
         return _probability(mean, spread, size, first, last) ** NUM_DRAWS if first <= last else 0.0

@@ -21,7 +21,7 @@ READY_S = 45.0
 DEPTH = 12
 """Stages of Bamboo's pipelines, for every model."""
 SLOWDOWN = 1.5
-"""Of Bamboo's iterations after a loss."""
+"""Slowdown of Bamboo's iterations after a loss."""
 
 BERT_RESTART_S: Sequence[float] = (
     *(71.3, 67.6, 67.6, 49.1, 112.0, 108.3, 104.6, 100.9, 97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75.0, 71.3),

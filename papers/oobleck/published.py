@@ -112,7 +112,7 @@ FREE = "Varuna (no ckpt)"
 """Varuna at the same speed, with checkpoints that cost nothing."""
 
 NUM_NODES = 30
-"""Of one A40 each, for which the text says 40 GB."""
+"""Number of nodes with one A40 each, for which the text says 40 GB."""
 
 THROUGHPUT: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
     "BERT-Large": {

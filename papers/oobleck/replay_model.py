@@ -165,7 +165,7 @@ class System:
         return [replace(changes[0], time_s=-self.times.start_s), *changes[1:]]
 
     def usage(self, mean_s: float) -> Usage:
-        """Of one run: Figure 2.11."""
+        """Shares of one run's time (Figure 2.11)."""
         changes, end_s = _losing_half(mean_s, self.regular)[0]
         return replay(changes, end_s, self.members())
 
@@ -187,7 +187,7 @@ def _combine(model: Model) -> Callable[[int], Sequence[int]]:
 
 @cache
 def _iteration_s(model: Model) -> Callable[[tuple[int, ...]], float]:
-    """With layers of one second."""
+    """Seconds of an iteration with layers of one second."""
     templates, total = unit_templates(model), num_microbatches(model)
     return cache(lambda sizes: combination_s(templates.by_nodes, sizes, total) if len(sizes) <= total else float("inf"))
 
@@ -211,7 +211,7 @@ def template_speeds(model: Model, kind: str) -> list[float]:
 
 
 def calibrated(system: System, published: float) -> System:
-    """As fast that a failure every 6 hours gives the published throughput."""
+    """Scales the speed such that a failure every 6 hours gives the published throughput."""
     for _ in range(12):
         ratio = system.under_failures(HOURS["6h"]) / published
         system = replace(system, layer_s=system.layer_s * ratio)

@@ -51,11 +51,11 @@ from papers.oobleck.published import (
 )
 
 TOLERANCE, MOST_TRIALS = 2e-3, 8
-"""Of the calibration."""
+"""Tolerance and number of trials of the calibration."""
 
 
 class Kind(IntEnum):
-    """Of events; those of one millisecond come in this order."""
+    """Kinds of events; those of one millisecond come in this order."""
 
     ADDED = 1
     LOST = 2
@@ -97,7 +97,7 @@ class Run:
         self.went_on_ms = 0
         """When the last iteration, and a checkpoint after it, ended."""
         self.spans_ms: list[tuple[int, int]] = []
-        """Of finished iterations, each with what was before it."""
+        """Spans of finished iterations, each including what preceded it."""
         self.rates: list[float] = []
         """Samples per second in each span; 0: lost. May be longer: a failed checkpoint loses spans to come, too."""
 

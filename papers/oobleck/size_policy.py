@@ -19,7 +19,7 @@ class SizePolicy:
     templates: Templates
     combine: Combine
     iteration_s: Callable[[Sequence[int]], float]
-    """Of pipelines on so many nodes each; infinite if they cannot be run."""
+    """Seconds of an iteration of pipelines on so many nodes each; infinite if they cannot be run."""
     times: Times
     max_nodes: int
     model_bytes: float

@@ -34,7 +34,7 @@ from papers.tables import Row, Table
 RULES = "a replay of the rules of the authors' simulator, not a model of a cluster (oobleck_rules)"
 CALIBRATED = "speed of each model and system: the 6-hour rows"
 WARNINGS_S = {"EC2 P3": 120.0, "GCP a2-highgpu-1g": 30.0}
-"""What the two clouds promise."""
+"""Warning times that the two clouds promise."""
 SPOT_HOURS = 12
 NUM_AWAY = 6
 """Nodes that are away on average, in the drawn traces."""

@@ -117,7 +117,7 @@ def figure_15() -> Table:
 
 
 def _speedups(solve: Solve) -> tuple[dict[str, float], dict[str, float]]:
-    """Of Figure 15's models, over Megatron-LM balanced and over Megatron-LM."""
+    """Speedups of Figure 15's models over Megatron-LM balanced and over Megatron-LM."""
     cases = {row.name: (_case(row), _optimus_s(row, solve)) for row in paper.FIGURE_15}
     return (
         {name: balanced_s(case, fit_constants()) / seconds for name, (case, seconds) in cases.items()},

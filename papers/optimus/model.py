@@ -36,11 +36,11 @@ WITHOUT_COLLECTIVES = "data parallelism by the language model's parameters on a 
 STATE_BYTES_PER_PARAMETER = 6
 """Section 4.5: bf16 parameters, fp32 gradients, the optimizer distributed."""
 ACTIVATION_BYTES = 34
-"""Of a layer, for each token and unit of width, without scores (Korthikanti et al. 2022, section 4.1)."""
+"""Activation bytes of a layer, per token and unit of width, without scores (Korthikanti et al. 2022, section 4.1)."""
 GPU_BYTES = 80e9
 ALL_GATHER_SHARE = paper.ALL_GATHER_S / (paper.ALL_GATHER_S + paper.REDUCE_SCATTER_S)
 ATTENTION_SHARES, MLP_SHARES = (0.26, 0.06, 0.08), (0.3, 0.3)
-"""Of a layer's computation: projections in, scores and values, projection out; the MLP's two linears."""
+"""Shares of a layer's computation: projections in, scores and values, projection out; the MLP's two linears."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +55,24 @@ class Setting:
     num_chunks: int = 1
     num_microbatches: int
     tokens: int = paper.MICROBATCH_SIZE * paper.SEQUENCE_LENGTH
-    """Of a microbatch, in each model."""
+    """Tokens of a microbatch in each model."""
 
     @property
     def reduced_share(self) -> float:
-        """Of what data parallelism takes when there are very many replicas."""
+        """Share of data parallelism's time with very many replicas."""
         return (self.dp - 1) / self.dp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     flops_per_s: float
-    """Of the language model's kernels, on one GPU."""
+    """FLOP/s of the language model's kernels on one GPU."""
     encoder_flops_per_s: tuple[float, float]
-    """Of the encoders', forward and backward."""
+    """FLOP/s of the encoders' kernels, forward and backward."""
     reduction_s_per_parameter: float
     """All-gather and reduce-scatter together, for each parameter on a GPU and very many replicas."""
     communication_s: float
-    """Of one tensor-parallel collective, for each token and unit of width and a very large group."""
+    """Seconds of one tensor-parallel collective, per token and unit of width, in a very large group."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Layer:
 
 
 def layer_flops(model: Model, tokens: float = 1.0) -> float:
-    """Of one layer's forward, on all GPUs."""
+    """FLOPs of one layer's forward, on all GPUs."""
     return tokens * (2 * model.parameters_per_layer + 4 * model.width * paper.SEQUENCE_LENGTH)
 
 
@@ -91,7 +91,7 @@ def parameters(models: Iterable[Model]) -> float:
 
 
 def hopper(flops_per_s: float, reduction_s_per_parameter: float) -> Constants:
-    """What sections 2.2 and 2.3 say of the large cluster."""
+    """The large cluster, as sections 2.2 and 2.3 describe it."""
     case = strong_scaling(16)
     group = (case.tp - 1) / case.tp
     communication_s = paper.TENSOR_PARALLEL_BUBBLE_S / (case.tokens * case.llm.width * group)
@@ -110,7 +110,7 @@ def hopper(flops_per_s: float, reduction_s_per_parameter: float) -> Constants:
 
 
 def strong_scaling(num_microbatches: int) -> Setting:
-    """Of Tables 5 and 7."""
+    """The setting of Tables 5 and 7."""
     return Setting(
         encoders=(MODELS["ViT-22B"],),
         llm=MODELS["GPT-175B"],
@@ -191,7 +191,7 @@ def pipeline_timeline(case: Setting, constants: Constants, stages: Sequence[Sequ
 
 @dataclass(frozen=True)
 class Found:
-    """What Algorithm 1 returns."""
+    """Result of Algorithm 1."""
 
     pp: int
     tp: int
@@ -301,7 +301,7 @@ def fit_constants() -> Constants:
     held = parameters((*cases[0][0].encoders, cases[0][0].llm)) / (cases[0][0].pp * cases[0][0].tp)
 
     def fit_reduction(flops_per_s: float) -> tuple[float, Constants]:
-        """With the best seconds per parameter for this rate: (squared error, constants)."""
+        """Fits the seconds per parameter for this rate; returns (squared error, constants)."""
         own = [balanced_s(case, hopper(flops_per_s, 0.0)) for case, _ in cases]
         shares = [case.reduced_share / published for case, published in cases]
         wanted = [1 - seconds / published for (_, published), seconds in zip(cases, own, strict=True)]

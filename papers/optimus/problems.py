@@ -32,7 +32,7 @@ from papers.shapes import module_workload
 
 PATCHES_PER_SIDE = 32
 VOCABULARY = 51200
-"""Of Megatron-LM's GPT; the paper names none."""
+"""Vocabulary of Megatron-LM's GPT; the paper names none."""
 ENCODERS = ("vision", "vision2")
 
 

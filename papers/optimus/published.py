@@ -1,4 +1,5 @@
-"""What the Optimus paper publishes (Feng et al. 2025): its tables, and the maxima that its text names for figures."""
+"""Published numbers of the Optimus paper (Feng et al. 2025): its tables, and the maxima of figures that its text
+names."""
 
 from typing import NamedTuple
 
@@ -28,10 +29,10 @@ MODELS = {
 }
 
 HEAD_DIM = 128
-"""Of all models in Tables 8 and 9."""
+"""Head dimension of all models in Tables 8 and 9."""
 SEQUENCE_LENGTH = 2048
 BATCH = 1536
-"""Of Tables 5 and 7."""
+"""Global batch of Tables 5 and 7."""
 MICROBATCH_SIZE = 2
 
 VIT_22B_LAYER_FORWARD_S, VIT_22B_LAYER_BACKWARD_S = 1.4e-3, 2.0e-3
@@ -52,7 +53,7 @@ ALL_GATHER_S, REDUCE_SCATTER_S = TABLE_1["DP all-gather"][1], TABLE_1["DP reduce
 
 
 class StrongScaling(NamedTuple):
-    """Of Table 5: ViT-22B + GPT-175B, global batch 1536; degrees from Table 12."""
+    """A row of Table 5: ViT-22B + GPT-175B, global batch 1536; degrees from Table 12."""
 
     gpus: int
     dp: int
@@ -70,7 +71,7 @@ TABLE_5 = (
 
 
 class Efficiency(NamedTuple):
-    """Of Table 7; its last row says 3172 GPUs."""
+    """A row of Table 7; its last row says 3172 GPUs."""
 
     gpus: int
     num_microbatches: int
@@ -90,7 +91,7 @@ TABLE_10 = {"Alpa": 8.61, "FSDP": 3.20, "Megatron-LM": 3.42, "Megatron-LM balanc
 
 
 class WeakScaling(NamedTuple):
-    """Of Tables 3, 6 and 11."""
+    """A row of Tables 3, 6 and 11."""
 
     name: str
     encoders: tuple[str, ...]
@@ -100,7 +101,7 @@ class WeakScaling(NamedTuple):
     dp: int
     pp: int
     num_chunks: int
-    """Of Megatron-LM balanced."""
+    """Model chunks of Megatron-LM balanced."""
 
 
 FIGURE_15 = (
@@ -116,4 +117,4 @@ FIGURE_16 = (
     (WeakScaling("DualEnc(22B, 5B)", ("ViT-22B", "ViT-5B"), "GPT-175B", 512, 256, 8, 8, 12), 1.26),
     (WeakScaling("DualEnc(22B, 11B)", ("ViT-22B", "ViT-11B"), "GPT-175B", 512, 256, 8, 8, 12), 1.27),
 )
-"""With the speedup over Megatron-LM."""
+"""Rows with the speedup over Megatron-LM."""

@@ -50,12 +50,12 @@ class Prediction:
     row: Measurement
     seconds: float
     compute_s: float
-    """Of one replica, without what is exchanged between replicas."""
+    """Seconds of one replica's computation, without the exchange between replicas."""
     evaluation: Evaluation
 
     @property
     def error(self) -> float:
-        """Of the step's time."""
+        """Relative error of the step's time."""
         assert self.row.seconds is not None
         return self.seconds / self.row.seconds - 1
 
@@ -73,7 +73,8 @@ def predict(row: Measurement) -> Prediction:
 
 
 def _fully_sharded_s(row: Measurement, problem: PlanningProblem, compute_s: float) -> float:
-    """As `motet.planner.fsdp` computes it: computation or communication, whichever takes longer, and a first gather."""
+    """Seconds of a step by the formula of `motet.planner.fsdp`: the longer of computation and communication, and a
+    first gather."""
     cluster = cluster_of(row)
     ranks = range(0, row.gpus, row.tp * row.cp)
     shapes = [module.workload for module in problem.modules.values()]
@@ -102,7 +103,7 @@ def cluster_of(row: Measurement) -> Cluster:
 
 
 def problem_of(row: Measurement) -> PlanningProblem:
-    """Of a fully sharded row, one replica's."""
+    """Returns the planning problem of a row; for a fully sharded row, that of one replica."""
     assert row.mbs is not None
     cluster = cluster_of(row)
     num_replicas = 1 if row.is_fully_sharded else row.dp

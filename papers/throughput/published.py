@@ -20,7 +20,7 @@ Sizes = Mapping[str, Any]
 Software = Literal["megatron", "fsdp_eager", "fsdp_compiled"]
 
 VARIANTS = r"-(proxy\d+L|selL|selop|full|no|\d\d\.\d\d)$"
-"""What some sources add to a model's name: fewer layers, a kind of recomputation, a release."""
+"""Suffixes that some sources add to a model's name: fewer layers, a kind of recomputation, a release."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Measurement:
     id: str
     source: str
     page: str
-    """Where it was read."""
+    """Page on which the row was read."""
     name: str
     """The model's."""
     kind: Literal["text", "multimodal", "moe"]
@@ -59,7 +59,7 @@ class Measurement:
     eager: bool
     """Plain PyTorch modules; False: fused or compiled ones."""
     inferred: tuple[str, ...]
-    """What is a guess about the row."""
+    """Values of the row that are guesses."""
     unfused_attention: bool = False
     model: Sizes | None = None
     encoder: Sizes | None = None
@@ -70,7 +70,7 @@ class Measurement:
     """Sizes of each tower, and its tokens."""
     unet: bool = False
     method: str | None = None
-    """Of Optimus' tables: which system."""
+    """System, for rows of Optimus' tables."""
     grad_bytes: int | None = None
     """Bytes of each element of the gradients that are summed."""
     measured_step_s: float | None = None
@@ -85,7 +85,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float | None:
-        """Of a measured step."""
+        """Seconds of a measured step."""
         known = self.measured_step_s or self.step_s
         if known is not None:
             return known

@@ -28,7 +28,7 @@ def address_text(address: Address) -> str:
 
 
 def free_address(host: str, port: int) -> tuple[str, int]:
-    """With a free port for port 0.
+    """Returns the address, with a free port in place of port 0.
 
     Raises `OSError`, whose `strerror` says why, unless it is an address of this machine at which nobody listens. Of a
     host with several, such as localhost with IPv4 and IPv6, one is enough; somebody may listen at none."""

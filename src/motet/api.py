@@ -51,7 +51,7 @@ class Prediction:
     report: Mapping[str, Any]
     """The JSON of `motet plan` or `motet simulate`."""
     choice: "Choice | None" = None
-    """Which planners were compared, where `parallel.planner` is `auto`."""
+    """The comparison of planners, where `parallel.planner` is `auto`."""
 
     @property
     def plan(self) -> Plan:
@@ -72,7 +72,7 @@ class Prediction:
         return self.evaluation.result.timeline
 
     def __str__(self) -> str:
-        """What the command prints: time, memory and a table of the stages."""
+        """The text that the command prints: time, memory and a table of the stages."""
         from motet.report.plan_report import choice_text, report_text
 
         text = report_text(self.report)
@@ -377,7 +377,7 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
 
 
 def read_problem(config: RunConfig) -> "PlanningProblem":
-    """What planners plan for: shapes, costs and cluster of the run file, and its first batch as the typical one."""
+    """Reads the planning problem: shapes, costs and cluster of the run file, and its first batch as the typical one."""
     from motet.planner.from_run_file import planning_problem
 
     samples = read_samples(config)

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: the command line shows them as one line and exits with code 2."""
+"""Errors that users can correct: the command line shows them as one line and exits with code 2."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ class UserError(ValueError):
 
 
 def closest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """What would be right instead of `word`: the known one that is nearly it, else all of them after `otherwise`."""
+    """Suggests a known word that resembles `word`, or all of them after `otherwise`."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"{otherwise} {', '.join(known)}"

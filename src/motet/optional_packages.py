@@ -23,14 +23,14 @@ PACKAGES = {
     "mistral_common": "mistral-common",
     "timm": "timm",
 }
-"""By the name under which it is imported, its name on the package index."""
+"""Names on the package index, by the name under which a package is imported."""
 
 OPERATORS = ("nms", "qnms")
-"""Those that torchvision describes when it is imported, whether or not it could load them."""
+"""Operators that torchvision describes when it is imported, even if it could not load them."""
 
 
 def missing_package(error: Exception) -> UserError | None:
-    """What to tell a user whose processor needs one of `PACKAGES`; None: the error is about something else."""
+    """Returns the message for a processor that needs one of `PACKAGES`; None if the error has another cause."""
     text = str(error)
     for module, package in PACKAGES.items():
         if (module in text or package in text) and find_spec(module) is None:

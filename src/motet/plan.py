@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def shares_context(self) -> bool:
-        """Whether tokens are shared out in some stage: samples are packed in all of them then."""
+        """Whether some stage has context parallelism: samples are then packed in all stages."""
         return any(stage.cp_size > 1 for stage in self.stages)
 
 
@@ -130,7 +130,7 @@ class ModulePlan:
         return max(1, self.ep // self.replicas[0].stages[0].tp_size)
 
     def data_module(self, name: str) -> str:
-        """Whose layouts and features the module called `name` reads."""
+        """Returns the module whose layouts and features the module `name` reads."""
         return self.copy_of or name
 
 
@@ -219,8 +219,8 @@ def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
 
 
 def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:
-    """Of the stages with these layers, which are alike in all replicas: the groups over whose ranks experts are
-    distributed."""
+    """Returns the groups of ranks over which the experts of these layers are distributed. Stages with these layers are
+    equal in all replicas."""
     stages = [stage for replica in module.replicas for stage in replica.stages if stage.layers == layers]
     groups = []
     for first in range(0, len(stages), module.replicas_sharing_experts):

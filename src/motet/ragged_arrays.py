@@ -1,4 +1,4 @@
-"""Numbered things in arrays: rows of unequal length, runs of consecutive numbers. For what is too many for objects."""
+"""Arrays of rows of unequal length, and of runs of consecutive numbers. For what is too many for objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Rows:
         return Rows(starts, values)
 
     def selected(self, rows: Ints) -> "Rows":
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         lengths = self.lengths[rows]
         return Rows(starts_of(lengths), self.values[ranges(self.starts[rows], lengths)])
 

@@ -47,7 +47,7 @@ def read_yaml(path: str | Path, kind: type[BaseModel], name: str) -> dict[str, A
         raise UserError(f"{path}: is larger than {MAX_YAML_BYTES // 2**20} MiB; give the path of a {name}")
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no mapping; a {name} has the keys {', '.join(kind.model_fields)}")
+        raise UserError(f"{path}: is not a mapping; a {name} has the keys {', '.join(kind.model_fields)}")
     return values
 
 
@@ -110,7 +110,7 @@ def _num_nodes(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
     if depth > MAX_YAML_DEPTH:
         refuse(f"values are nested more than {MAX_YAML_DEPTH} deep")
     if id(node) not in counted:
-        counted[id(node)] = 0  # Not known yet: whoever finds it is inside of it.
+        counted[id(node)] = 0  # Not known yet: a value that finds it is inside of it.
         below: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             below = node.value
@@ -154,11 +154,11 @@ def parse_yaml(text: str, what: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise UserError(f"{what}: {where}{error.problem or error.context}; mend the YAML") from None
+        raise UserError(f"{what}: {where}{error.problem or error.context}; correct the YAML") from None
     except yaml.YAMLError as error:
         raise UserError(f"{what}: is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise UserError(f"{what}: values are nested more than {MAX_YAML_DEPTH} deep; mend the YAML") from None
+        raise UserError(f"{what}: values are nested more than {MAX_YAML_DEPTH} deep; correct the YAML") from None
 
 
 @cache

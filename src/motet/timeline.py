@@ -1,5 +1,5 @@
-"""When each rank did what, and what it held. The simulator predicts a timeline, the runtime measures one: one type, one
-plotter for both.
+"""Timelines: the actions of each rank with their times, and the memory that it held. The simulator predicts a timeline,
+the runtime measures one: one type, one plotter for both.
 
 Limits: a rank computes one thing at a time, so its computing spans must not overlap; messages and reductions may.
 """

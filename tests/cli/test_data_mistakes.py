@@ -103,7 +103,7 @@ def test_a_line_that_is_not_json(run_file: Path, capsys: pytest.CaptureFixture[s
         ("data.tokenizer=/nowhere", "data.tokenizer: /nowhere cannot be loaded"),
         ("data.tokenizer=null", "data.tokenizer: is missing, and the model has random weights"),
         ("data.processors.vision=/nowhere", "data.processors.vision: /nowhere cannot be loaded"),
-        ("data.processors.video=x", "data.processors.video: is no encoder; the model has vision, audio"),
+        ("data.processors.video=x", "data.processors.video: is not an encoder; the model has vision, audio"),
         ("train.global_batch_size=7", "train.global_batch_size: is 7, but there are 6 training samples"),
         ("model.language_model.values.vocab_size=9", "vocabulary has 9 tokens, but the tokenizer has"),
     ],
@@ -150,4 +150,4 @@ def test_an_empty_clip(run_file: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_clip_that_is_no_sound(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_file.parent / "meow.wav").write_bytes(b"meow")
-    expect_mistake(capsys, ["plan", run_file], "meow.wav: is no sound that libsndfile reads")
+    expect_mistake(capsys, ["plan", run_file], "meow.wav: cannot be read as a sound by libsndfile")

@@ -139,10 +139,10 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "here"], "data.servers: 'here' is no address of a data server; give grpc://host:port or"),
-        (["--data", "http://host:80"], "data.servers: 'http://host:80' is no address"),
-        (["--data", "grpc://host"], "data.servers: 'grpc://host' is no address"),
-        (["--data", "grpc://host:99999"], "data.servers: 'grpc://host:99999' is no address"),
+        (["--data", "here"], "data.servers: 'here' is not a data server's address; give grpc://host:port or"),
+        (["--data", "http://host:80"], "data.servers: 'http://host:80' is not a data server's address"),
+        (["--data", "grpc://host"], "data.servers: 'grpc://host' is not a data server's address"),
+        (["--data", "grpc://host:99999"], "data.servers: 'grpc://host:99999' is not a data server's address"),
         (["--data", "grpc://127.0.0.1:9", "--set", "data.server_timeout_s=0.3"], "none of grpc://127.0.0.1:9 answers"),
         (["--data", "grpc://a:1", "--set", "data.token_file=/nowhere"], "data.token_file: /nowhere: cannot be read"),
         (["--data", "grpc+tls://a:1", "--set", "data.tls_roots=/nowhere"], "data.tls_roots: /nowhere cannot be read"),
@@ -159,11 +159,11 @@ def test_mistakes_of_training(
     [
         (["--port", "70000"], "--port: 70000 is no port; give 0 to 65535"),
         (["--port", "http"], "--port: http is no port"),
-        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8815: cannot be served on"),
-        (["--host", ".."], "--host .. --port 8815: cannot be served on .no host can have this name"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8815: cannot be used"),
+        (["--host", ".."], "--host .. --port 8815: cannot be used .no host can have this name"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key: one is given without the other"),
         (["--tls-cert", "/nowhere", "--tls-key", "x"], "--tls-cert /nowhere: there is no such file; give a PEM file"),
-        (["--tls-cert", __file__, "--tls-key", __file__], "are no certificate and key that fit .*; give both in PEM"),
+        (["--tls-cert", __file__, "--tls-key", __file__], "do not match or are not PEM .*; give both in PEM"),
         (["--set", "data.token_file=/nowhere"], "data.token_file: /nowhere: cannot be read"),
         (["--set", "data.kind=webdatset"], "data.kind"),
         (["--set", "data={kind: described}"], "data.kind: is described, which has sizes but no data"),
@@ -182,7 +182,7 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str], run_file: Path) -> No
         expect_mistake(
             capsys,
             ["serve-data", run_file, "--port", server.port],
-            f"--host 127.0.0.1 --port {server.port}: cannot be served on .Address already in use.; give another one",
+            f"--host 127.0.0.1 --port {server.port}: cannot be used .Address already in use.; give another one",
         )
 
 

@@ -82,12 +82,15 @@ def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture
     ("override", "message"),
     [
         ("model.decoder.reads=sound", "model.decoder.reads: there is no tower 'sound'; give one of image, text"),
-        ("model.decoder.config=LlamaConfig", "model.decoder: llama captions nothing; give one of gpt2"),
+        ("model.decoder.config=LlamaConfig", "model.decoder: llama cannot be a caption decoder; give one of gpt2"),
         ("model.decoder.values.hidden_size=12", "model.decoder: is 12 wide, but the towers' features 8; set model.con"),
-        ("model.decoder.values.is_decoder=false", "model.decoder.values.is_decoder: is False, but a decoder reads"),
+        ("model.decoder.values.is_decoder=false", "model.decoder.values.is_decoder: is False, but a decoder needs"),
         ("model.decoder.values.vocab_size=9", "model.decoder: its vocabulary has 9 tokens, but the tokenizer has 28"),
         ("parallel.explicit.decoder.tp=3", "parallel: decoder.tp_size: 3 does not divide num_attention_heads 2"),
-        ("parallel.explicit.decoder.cp=2", "parallel.explicit.decoder.cp: is 2, but towers and decoders have whole"),
+        (
+            "parallel.explicit.decoder.cp=2",
+            "parallel.explicit.decoder.cp: is 2, but context parallelism is not supported for towers",
+        ),
         ("parallel.explicit={image: {}, text: {}}", "parallel.explicit: has no decoder; give the layout of every"),
         ("model.decoder.loss_weight=0", "model.decoder.loss_weight: is 0"),
     ],

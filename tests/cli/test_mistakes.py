@@ -39,9 +39,9 @@ def test_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: [", "line 1, column 9: .*mend the YAML"),
+        ("model: [", "line 1, column 9: .*correct the YAML"),
         ("train: {}\ntrain: {}\n", "line 2, column 1: key 'train' stands twice"),
-        ("just words", "holds no mapping; a run file has the keys model, data, cluster, parallel, train"),
+        ("just words", "is not a mapping; a run file has the keys model, data, cluster, parallel, train"),
     ],
 )
 def test_files_that_are_no_run_files(
@@ -154,14 +154,14 @@ def test_files_that_are_no_run_files(
         ("model.media_attention=mine", 'media_attention: is "mine"; give one of causal, own_item, .* prefix, family'),
         (
             "parallel.schedule=distmm_pipe",
-            "parallel.schedule: distmm_pipe is for towers that a loss contrasts; give 1f1b",
+            "parallel.schedule: distmm_pipe is for contrastive towers; give 1f1b",
         ),
         ("parallel.assignment=entrian", "parallel.assignment: is \"entrian\"; did you mean 'entrain'"),
         ("parallel.assignment=best", 'parallel.assignment: is "best"; give one of contiguous, random'),
         ("parallel.max_packed_tokens=64", "parallel.max_packed_tokens: is read with packing: true only"),
         (
             EXPLICIT % ("num_microbatches: 3", "", ""),
-            "explicit.vision.num_microbatches: is of towers; give parallel.num",
+            "explicit.vision.num_microbatches: applies to towers only; give parallel.num",
         ),
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
         ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
@@ -196,7 +196,7 @@ def test_files_that_are_no_run_files(
         ),
         (
             EXPLICIT.replace("explicit,", "explicit, limits: {dp: [1]},") % ("", "", ""),
-            "parallel.limits.dp: is not read by planner explicit, whose degrees stand in parallel.explicit; leave it",
+            "parallel.limits.dp: is not read by planner explicit, whose degrees are in parallel.explicit; leave it",
         ),
         (
             EXPLICIT.replace("explicit,", "explicit, limits: {modules: {vision: {max_pp: 1}}},") % ("", "", ""),
@@ -219,14 +219,14 @@ def test_files_that_are_no_run_files(
             "parallel={planner: fsdp, limits: {tp: [2]}}",
             "tp of vision is 2, but planner fsdp supports only tp 1 for it",
         ),
-        ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain deals out the global batch of"),
+        ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain divides the global batch of"),
         ("parallel={planner: entrain, limits: {dp: [3]}}", "entrain finds no layout of vision and audio"),
         ("cluster.device=gpu", 'cluster.device: is "gpu"; give one of cpu, cuda'),
         ("cluster.speeds=/dev", "cluster.speeds: /dev cannot be read .*profile --speeds. writes one"),
         ("train.seed=-1", "train.seed: is -1; give a whole number at least 0"),
         ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, v100-16, a40"),
         ("cluster.costs=nothing.json", r"costs: nothing.json: cannot be read .*motet profile. writes one"),
-        ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),
+        ("cluster.costs=/dev/null", "costs: /dev/null is not a cost table"),
         # The data.
         ("train.global_batch_size=100", "train.global_batch_size: is 100, but there are 64 training samples"),
         ("data.num_train=1000000000000", "data.num_train: is 1000000000000; give .* at least 1 and at most 100000000"),
@@ -328,7 +328,9 @@ def test_encoders_that_cannot_share_tokens(capsys: pytest.CaptureFixture[str], r
     short = r"limits: of vision's tp \[1\] and cp \[2\] no two make a stage .* leaves each rank some tokens"
     expect_mistake(capsys, ["plan", run_file, *nodes, *shared], short)
     pixtral = ["--set", "model.encoders.vision.config=PixtralVisionConfig"]
-    refused = r"limits.modules.vision.cp: is \[2\], but ranks cannot share the tokens of a pixtral; leave it out"
+    refused = (
+        r"limits.modules.vision.cp: is \[2\], but context parallelism is not supported for a pixtral; leave it out"
+    )
     expect_mistake(capsys, ["plan", run_file, *nodes, *shared, *pixtral], refused)
 
 

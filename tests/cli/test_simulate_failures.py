@@ -134,8 +134,8 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], run_file: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--warning", "30s"], "--warning: goes with --failures; give a trace or a rate"),
-        (["--storage", "1e9"], "--storage: goes with --failures"),
+        (["--warning", "30s"], "--warning: is read with --failures only; give a trace or a rate"),
+        (["--storage", "1e9"], "--storage: is read with --failures only"),
         (["--failures", "6h", "--storage", "nan"], "--storage: is nan; give bytes per second"),
         (["--failures", "6h", "--start", "soon"], "--start: 'soon' is not a time"),
         (["--failures", "none.csv"], "none.csv cannot be read"),
@@ -147,8 +147,8 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], run_file: Path) -> 
             ["--failures", "6h", "--duration", "long"],
             "--duration: 'long' is not a time; give a number with",
         ),
-        (["--failures", "6h", "--picture", "x.png"], "--picture: does not go with --failures"),
-        (["--failures", "6h", "--plan", "x.json"], "--plan: does not go with --failures"),
+        (["--failures", "6h", "--picture", "x.png"], "--picture: cannot be combined with --failures"),
+        (["--failures", "6h", "--plan", "x.json"], "--plan: cannot be combined with --failures"),
         (["--failures", "6h", "--storage", "0"], "--storage: is 0.0; give bytes per second"),
         (["--failures", "6h", "--set", "cluster.num_nodes=1"], "cluster.num_nodes: is 1, but to survive 1 failures"),
     ],
@@ -168,7 +168,7 @@ def test_a_trace_says_itself_when_nodes_come_back(
     trace = tmp_path / "trace.csv"
     trace.write_text("5000,add,a\n")
     assert main(["simulate", str(run_file), *NODES, "--failures", str(trace), "--back-after", "1h"]) == 2
-    assert "--back-after: goes with a rate" in capsys.readouterr().err
+    assert "--back-after: is read with a rate only" in capsys.readouterr().err
     assert main(["simulate", str(run_file), *NODES, "--failures", str(trace)]) == 2
     assert (
         "--duration: must reach beyond 5 s, when the first nodes come; give a time such as 12h"

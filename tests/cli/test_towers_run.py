@@ -231,5 +231,5 @@ def test_profile_and_plans_of_others(
     expect_mistake(
         capsys,
         ["plan", run_file, "--set", "data={kind: described, images: {image: {height: 48, width: 48}}}"],
-        "data: says nothing of tower 'audio'; give it under images or sounds",
+        "data: has no entry for tower 'audio'; give it under images or sounds",
     )

@@ -109,9 +109,9 @@ def test_joining(
         (["--listen", "192.0.2.1:29500", *SURVIVING], "--listen: 192.0.2.1:29500 cannot be listened at .*this machine"),
         (["--listen", "..:29500", *SURVIVING], "--listen: ..:29500 cannot be listened at .no host can have this name"),
         (["--listen", f"{'a' * 64}:1", *SURVIVING], "--listen: a*:1 cannot be listened at .no host can have this name"),
-        (["--listen", "here:1", "--join", "there:1"], "--listen: does not go with --join"),
-        (["--store", "here:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME alone"),
-        (["--store", "etcd://a:1/x", "--listen", "b:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME alone"),
+        (["--listen", "here:1", "--join", "there:1"], "--listen: cannot be combined with --join"),
+        (["--store", "here:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME only"),
+        (["--store", "etcd://a:1/x", "--listen", "b:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME only"),
     ],
 )
 def test_listening(

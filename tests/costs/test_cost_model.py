@@ -60,7 +60,7 @@ def test_what_the_table_does_not_have():
 def test_broken_files(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"costs\.json is no cost table"):
+    with pytest.raises(ValueError, match=r"costs\.json is not a cost table"):
         CostTable.load(path)
 
 

@@ -93,13 +93,13 @@ def test_a_prompt_is_what_stands_before_the_answer(template: str) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     counting = "{% for m in messages %}{{ messages|length }} {{ m.role }} {{ m.content }}\n{% endfor %}"
-    with pytest.raises(UserError, match="writes a turn otherwise"):
+    with pytest.raises(UserError, match="changes a turn"):
         spoken(counting)
 
 
 def test_what_the_template_says_reaches_the_user() -> None:
     refusing = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="refuses the conversation: roles must alternate"):
+    with pytest.raises(UserError, match="rejects the conversation: roles must alternate"):
         render(tokenizer_with(refusing), MESSAGES)
 
 

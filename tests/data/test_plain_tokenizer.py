@@ -109,7 +109,7 @@ def test_tokens_that_only_the_settings_name(tmp_path: Path) -> None:
 
 
 def test_a_templates_refusal_is_told(pair: Any) -> None:
-    with pytest.raises(UserError, match="the chat template refuses the conversation: no tools"):
+    with pytest.raises(UserError, match="the chat template rejects the conversation: no tools"):
         tokenize_prompt(pair[1], [Message("tool", "x")])  # type: ignore[arg-type]
 
 

@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no processor": ({"processors": {}}, r"data\.processors\.vision: is missing"),
     "unknown encoder": (
         {"processors": {"touch": "x"}},
-        r"data\.processors\.touch: is no encoder; the model has vision",
+        r"data\.processors\.touch: is not an encoder; the model has vision",
     ),
     "file missing": ({"files": "nothing.jsonl"}, r"nothing\.jsonl: cannot be read"),
     "folder wrong": ({"image_folder": "nowhere"}, r"data\.jsonl:1: image: nowhere/wide\.png: there is no such file"),

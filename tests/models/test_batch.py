@@ -202,7 +202,7 @@ def test_placeholders_say_what_callbacks_make_of_items() -> None:
     assert [segment.num_outputs for sample in batch.samples for segment in sample.layouts["vision"]] == [2, 2, 2]
     given = read(model, [[*[IMAGE] * 4, 5], [*[IMAGE] * 2, 5, 5, 5]], pixel_values=pixels, num_vision_outputs=[3, 1, 2])
     assert [segment.num_outputs for sample in given.samples for segment in sample.layouts["vision"]] == [3, 1, 2]
-    with pytest.raises(ValueError, match="placeholders of vision do not tell its items apart; give num_vision_outputs"):
+    with pytest.raises(ValueError, match="placeholders of vision do not separate its items; give num_vision_outputs"):
         read(model, [[*[IMAGE] * 5], [*[IMAGE] * 2, 5, 5, 5]], pixel_values=pixels, num_vision_items=[2, 1])
 
 

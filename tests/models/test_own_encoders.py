@@ -251,7 +251,7 @@ def test_modules_that_cannot_be_encoders() -> None:
         UserError, match=r"encoder: Sequential is not known; .* make it known by motet.register_encoder"
     ):
         MultimodalModule({"a": nn.Sequential(nn.Linear(2, 2))}, tiny_llama())
-    with pytest.raises(UserError, match="register_encoder: 7 is no class of torch modules"):
+    with pytest.raises(UserError, match="register_encoder: 7 is not a class of torch modules"):
         register_encoder(7, modality="points", example=(3,))
     with pytest.raises(UserError, match="modality '3d points' and example"):
         register_encoder(Rejected, modality="3d points", example=(3,))
@@ -372,8 +372,8 @@ def test_a_run_file_names_modules(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"module": "pointnet"}, "there is no entry point of this name in the group motet.encoders"),
         ({"module": "own_encoders:PointNet", "values": {"depth": 1}}, "cloud.values: own_encoders:PointNet cannot be"),
         ({"module": "torch.nn:GELU"}, "cloud.module: GELU is not registered; call motet.register_encoder"),
-        ({"module": "builtins:dict"}, "cloud.module: builtins:dict makes a dict; give what makes a torch module"),
-        ({"module": "a:b", "config": "SiglipVisionConfig"}, "config and module are given; keep one of them"),
+        ({"module": "builtins:dict"}, "cloud.module: builtins:dict makes a dict, which is not a torch module"),
+        ({"module": "a:b", "config": "SiglipVisionConfig"}, "config and module are given; keep one"),
     ],
 )
 def test_mistakes_in_a_run_file(

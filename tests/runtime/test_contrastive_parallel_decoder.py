@@ -152,10 +152,12 @@ def test_mistakes_about_the_decoder() -> None:
     with pytest.raises(UserError, match="decoder: there is no tower 'video' to read; give one of image, text"):
         ContrastiveModule(towers, decoder=CaptionDecoder(tiny_decoder("gpt2"), "video"))
     config = transformers.GPT2Config(n_embd=20, n_layer=1, n_head=2, vocab_size=9)
-    with pytest.raises(UserError, match=r"decoder: GPT2LMHeadModel attends to no encoder; give .* add_cross_attention"):
+    with pytest.raises(
+        UserError, match=r"decoder: GPT2LMHeadModel does not attend to an encoder; give .* add_cross_attention"
+    ):
         ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True)
-    with pytest.raises(UserError, match="decoder: is 16 wide, but image hands on features of 20; give all towers"):
+    with pytest.raises(UserError, match="decoder: is 16 wide, but image outputs features of 20; give all towers"):
         ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
     towers = CASE.build().modality_modules()
     with pytest.raises(UserError, match="decoder: text makes features of 32, but one of 36 of a whole item"):

@@ -241,8 +241,8 @@ def test_mistakes() -> None:
     for name, said in (
         ("contrastive", "is the name of another module"),
         ("decoder", "is the name of another module"),
-        ("a.b", "cannot name a module of PyTorch"),
-        ("keys", "cannot name a module of PyTorch"),
+        ("a.b", "is not a valid name of a torch module"),
+        ("keys", "is not a valid name of a torch module"),
     ):
         with pytest.raises(UserError, match=f"towers: '{name}' {said}; give the tower another"):
             ContrastiveModule({name: image, "text": text})

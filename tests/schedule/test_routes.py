@@ -140,7 +140,7 @@ def test_assignments_that_do_not_fit_are_refused() -> None:
         num_microbatches=1,
     )
     batch = samples(2, ["vision", "llm"])
-    with pytest.raises(ValueError, match="sample 1 of llm needs vision, but stands in no microbatch of vision"):
+    with pytest.raises(ValueError, match="sample 1 of llm needs vision, but is in no microbatch of vision"):
         derive_routes(plan, BatchAssignment({"vision": (((0,),),), "llm": (((0, 1),),)}), batch)
-    with pytest.raises(ValueError, match="sample 0 stands in two microbatches of vision"):
+    with pytest.raises(ValueError, match="sample 0 is in two microbatches of vision"):
         derive_routes(plan, BatchAssignment({"vision": (((0,), (0, 1)),), "llm": (((0, 1),),)}), batch)

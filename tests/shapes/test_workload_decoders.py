@@ -48,5 +48,5 @@ def test_operations_of_a_block_are_those_of_the_real_one(name: str) -> None:
 
 
 def test_other_families_are_refused() -> None:
-    with pytest.raises(UserError, match=r"llama .*captions nothing"):
+    with pytest.raises(UserError, match=r"llama .*cannot be a caption decoder"):
         module_workload({"model_type": "llama"}, role="decoder")

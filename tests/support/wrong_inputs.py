@@ -107,8 +107,8 @@ TEXTS = {
     "a list as a key": ("? [a]\n: 1", "a key must be a word"),
     "an unknown alias": ("model: *nowhere", "undefined alias"),
     "two documents": ("model: 1\n---\nmodel: 2", "found another document"),
-    "nothing": ("", "holds no mapping"),
-    "a list": ("- model", "holds no mapping"),
+    "nothing": ("", "is not a mapping"),
+    "a list": ("- model", "is not a mapping"),
     "a tab": ("train:\n\tsteps: 1", "cannot start any token"),
     "a control character": ("train: \x00", "is not YAML|special characters"),
     "no end": ("train: {steps: 1", "expected ',' or '}'"),
@@ -218,7 +218,7 @@ def _of_models() -> Iterator[WrongInput]:
     stored = {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Evil"}}
     for name, text, expected in (
         ("no JSON", "{", "is not JSON"),
-        ("a list", "[]", "holds no mapping"),
+        ("a list", "[]", "is not a mapping"),
         ("nested JSON", "[" * 100_000, "is not JSON"),
         ("an unknown type", '{"model_type": "frobnicate"}', "'frobnicate' is not known"),
         ("a type of foreign code", json.dumps({**stored, "model_type": "evil"}), "'evil' is not known"),
@@ -269,13 +269,13 @@ def _of_samples() -> Iterator[WrongInput]:
     for name, content, expected in (
         ("2 GHz", _wav(rate=2 * 10**9), "2000000000 samples in a second"),
         ("almost 2 GHz", _wav(rate=1_999_999_999), "1999999999 samples in a second"),
-        ("0 Hz", _wav(rate=0), "meow.wav: (is no sound|has 0 samples)"),
-        ("no channel", _wav(channels=0), "is no sound"),
+        ("0 Hz", _wav(rate=0), "meow.wav: (cannot be read as a sound|has 0 samples)"),
+        ("no channel", _wav(channels=0), "cannot be read as a sound"),
         ("cut short", _wav()[:4000], r"is cut short, 4000 of \d+ bytes; replace the clip"),
         ("one byte short", _wav()[:-1], "is cut short"),
         ("a header alone", _wav()[:44], "is cut short|is an empty clip"),
-        ("half a header", _wav()[:20], "is no sound"),
-        ("nothing", b"", "is no sound"),
+        ("half a header", _wav()[:20], "cannot be read as a sound"),
+        ("nothing", b"", "cannot be read as a sound"),
         ("3 hours", _wav(rate=1, frames=3 * 3600), "lasts 10800 s; .*data.limits.audio_s: 7200"),
     ):
         yield WrongInput(f"WAV: {name}", expected, change=write("media/meow.wav", content))
@@ -310,7 +310,7 @@ def _of_samples() -> Iterator[WrongInput]:
         ("an image list in a list", '{"image": [["x"]], "conversations": []}', "image: is \\['x'\\]; give a path"),
         ("half a character", json.dumps({"conversations": [{"from": "human", "value": "\ud800"}]}), "half of a char"),
         ("no turns", '{"conversations": "none"}', "conversations: is missing or empty"),
-        ("turns of numbers", '{"conversations": [1, 2]}', r"conversations\[0\]: is no turn"),
+        ("turns of numbers", '{"conversations": [1, 2]}', r"conversations\[0\]: is not a turn"),
         ("a role of a list", '{"conversations": [{"from": ["human"], "value": "x"}]}', "from: is \\['human'\\]; give"),
     ):
         yield WrongInput(f"records: {name}", expected, change=write("train.jsonl", content))
@@ -319,7 +319,7 @@ def _of_samples() -> Iterator[WrongInput]:
         (".", ": is no file that ends"),
         ("nothing.jsonl", "cannot be read"),
         ("pipe", "pipe: is no file that ends"),
-        ("'*.nothing'", "no file is of this pattern"),
+        ("'*.nothing'", "no file matches this pattern"),
         ("cat.tar", "cannot be read as a tar file"),
         ("cat.parquet", "cannot be read as Parquet"),
     ):
@@ -365,7 +365,7 @@ def _of_tools() -> Iterator[WrongInput]:
     for name, content in (("no JSON", "{"), ("a list", "[]")):
         yield WrongInput(
             f"preprocessor_config.json: {name}",
-            "data.processors.vision: .*(cannot be read|holds no mapping)",
+            "data.processors.vision: .*(cannot be read|is not a mapping)",
             change=lambda folder, content=content: _write(folder / "vision/preprocessor_config.json", content),
         )
     yield WrongInput("a tokenizer of foreign code", "data.tokenizer: tokenizer cannot be loaded", change=_foreign_code)

@@ -43,7 +43,7 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
     """Cuts the batch in the order in which it comes: into contiguous shares, and each into `num_microbatches`.
 
     Where the plan has `replica_microbatches`, the batch is cut into that many microbatches of equal size, and each
-    replica takes a run of them. Where towers are contrasted, the contrastive batches are cut first
+    replica takes a run of them. With contrastive towers, the contrastive batches are cut first
     (`contrastive_assignment`)."""
     if plan.loss_module is not None:
         return contrastive_assignment(plan, samples, plan.loss_module)

@@ -18,7 +18,7 @@ class Segment:
     item: int = 0
     """Number of the image, clip, ... of the source within the sample."""
     num_outputs: int | None = None
-    """Encoders: tokens handed on for the item, after head and projector. None: as many as `num_tokens`."""
+    """Output tokens of an encoder for the item, after head and projector. None: as many as `num_tokens`."""
     grid: tuple[int, ...] = ()
     """Encoders: what the family derives positions and masks from (patch rows and columns, frames)."""
     num_frames: int = 0
@@ -50,13 +50,13 @@ class Sample:
         return sum(segment.num_tokens for segment in self.layouts.get(module, ()))
 
     def num_outputs(self, module: str, target: str | None = None) -> int:
-        """Tokens that the module hands on to `target`: of the runs that name it, or of all if none does."""
+        """Number of the module's output tokens for `target`: of the runs that name it, or of all if none does."""
         segments = self.layouts.get(module, ())
         named = [segment.outputs for segment in segments if segment.target == target is not None]
         return sum(named or [segment.outputs for segment in segments])
 
     def output_places(self, module: str, target: str) -> list[int]:
-        """Which of all tokens that the module hands on go to `target`."""
+        """Indices, among the module's output tokens, of those for `target`."""
         segments = self.layouts.get(module, ())
         is_named = any(segment.target == target for segment in segments)
         places: list[int] = []

@@ -119,7 +119,7 @@ def check_assignment(plan: Plan) -> None:
         raise UserError(f"plan: assignment {plan.assignment!r} is not known; known are {', '.join(ASSIGNMENTS)}")
     if plan.loss_module is not None and plan.assignment != DEFAULT_ASSIGNMENT:
         raise UserError(
-            f"plan: assignment {plan.assignment!r} is not for towers that are contrasted; give {DEFAULT_ASSIGNMENT!r}"
+            f"plan: assignment {plan.assignment!r} is not for contrastive towers; give {DEFAULT_ASSIGNMENT!r}"
         )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from motet.data.example import Modality
     from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
-HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
+HELP = "run the whole workflow on a small real task: profile, plan, train, export, and ask the exported model"
 
 RUN_FILE = Path(__file__).with_name("demo.yaml")
 
@@ -82,7 +82,11 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_file", metavar="RUN.yaml", nargs="?", default=str(RUN_FILE), help="a run file of dial-a-digit (its own)"
+        "run_file",
+        metavar="RUN.yaml",
+        nargs="?",
+        default=str(RUN_FILE),
+        help="a run file of dial-a-digit (default: the demo's own)",
     )
 
 
@@ -90,9 +94,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     config = load_config(arguments)
     if config.data.kind != "dial-a-digit":
-        raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
+        raise UserError(f"data.kind: is {config.data.kind}; the demo needs dial-a-digit; use motet train for your data")
     if not config.train.checkpoint_every:
-        raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
+        raise UserError("train.checkpoint_every: is 0, so the demo would have nothing to export; give at least 1")
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text
     from motet.report.timelines import timeline_text

@@ -6,7 +6,7 @@ from typing import Any
 
 from motet.errors import UserError
 
-HELP = "list the model families that are known to work, with which features, and since when"
+HELP = "list the model families that have been probed, with the features that they support"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

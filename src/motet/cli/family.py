@@ -6,13 +6,13 @@ from typing import Any
 
 from motet.errors import UserError
 
-HELP = "find out which features a model works with: each is run on a tiny model and compared with one process"
+HELP = "probe which features a model family supports: each runs on a tiny model and is compared with one process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="check: probe the model's family")
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a model_type of transformers")
-    parser.add_argument("--again", action="store_true", help="probe even if there is a result")
+    parser.add_argument("--again", action="store_true", help="probe even if there is a stored result")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

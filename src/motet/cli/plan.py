@@ -6,7 +6,7 @@ from typing import Any
 
 from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
 
-HELP = "lay the model out on the cluster, and predict what an iteration takes"
+HELP = "lay the model out on the cluster, and predict the time and memory of an iteration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

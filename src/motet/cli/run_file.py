@@ -40,7 +40,7 @@ def load_config(arguments: argparse.Namespace) -> "RunConfig":
 def picture_file(path: str, option: str) -> Path:
     """Same as `file_to_write`, for a picture."""
     if Path(path).suffix not in PICTURE_SUFFIXES:
-        raise UserError(f"{option} {path}: is no picture that can be drawn; give {' or '.join(PICTURE_SUFFIXES)}")
+        raise UserError(f"{option} {path}: is not a supported picture format; give {' or '.join(PICTURE_SUFFIXES)}")
     return file_to_write(path, option)
 
 

@@ -51,7 +51,7 @@ def _read_tls(arguments: argparse.Namespace) -> tuple[bytes, bytes] | None:
     from motet.errors import UserError
 
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise UserError("--tls-cert and --tls-key: one is given without the other; give both or none")
+        raise UserError("--tls-cert and --tls-key: one is given without the other; give both or neither")
     if arguments.tls_cert is None:
         return None
     for option, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key)):
@@ -61,7 +61,7 @@ def _read_tls(arguments: argparse.Namespace) -> tuple[bytes, bytes] | None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(arguments.tls_cert, arguments.tls_key)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tls-cert {arguments.tls_cert}, --tls-key {arguments.tls_key}: are no certificate and key that fit "
+            f"--tls-cert {arguments.tls_cert}, --tls-key {arguments.tls_key}: do not match or are not PEM "
             f"({error}); give both in PEM"
         ) from None
     return Path(arguments.tls_cert).read_bytes(), Path(arguments.tls_key).read_bytes()

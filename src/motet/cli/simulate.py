@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_LANES = 64
 """Most ranks that are all drawn and traced; of more, one of each group of identical ranks is."""
 
-HELP = "predict what an iteration of a plan takes, and draw its timeline"
+HELP = "predict the time and memory of an iteration of a plan, and draw its timeline"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture",
         metavar="timeline.png",
-        help="draw the timeline (png, svg, pdf); of many ranks, one of each group that does the same",
+        help="draw the timeline (png, svg, pdf); of many ranks, one of each group with the same timeline",
     )
     parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
     parser.add_argument(
@@ -51,18 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--failures",
         metavar="TRACE.csv|RATE",
         help="replay a trace of nodes that join and leave (lines MILLISECONDS,add|remove,NODE), or random losses of "
-        "nodes at a mean interval (6h, 10m), with templates, with restarts and with redundant computation",
+        "nodes at a mean interval (6h, 10m), under three policies: templates, restarts and redundant computation",
     )
     parser.add_argument(
         "--duration", metavar="12h", help="duration of the replay (default: that of the trace, or ten intervals)"
     )
-    parser.add_argument("--back-after", metavar="1h", help="with a rate: time after which a lost node comes back")
-    parser.add_argument("--warning", metavar="30s", help="time for which nodes announce their loss in advance")
+    parser.add_argument("--back-after", metavar="1h", help="with a rate: time after which a lost node joins again")
+    parser.add_argument("--warning", metavar="30s", help="time between the warning of a node and its loss")
     parser.add_argument(
         "--storage",
         metavar="BYTES_PER_S",
         type=float,
-        help="bandwidth of the storage of checkpoints, of all nodes together (default: 2e9)",
+        help="bandwidth of the checkpoints' storage, for all nodes together (default: 2e9)",
     )
     parser.add_argument("--start", metavar="30s", help="time in which all processes restart, without loading")
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     for name in ("duration", "back_after", "warning", "storage", "start"):
         if getattr(arguments, name) is not None and arguments.failures is None:
-            raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
+            raise UserError(f"--{name.replace('_', '-')}: is read with --failures only; give a trace or a rate")
     if arguments.failures is not None:
         return _with_failures(read_problem(config), config.train, arguments)
     files = _files(arguments)
@@ -130,7 +130,7 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
-            raise UserError(f"--{option}: does not go with --failures, which makes its plans itself and draws none")
+            raise UserError(f"--{option}: cannot be combined with --failures, which makes its own plans and draws none")
     storage_bytes_per_s = STORAGE_BYTES_PER_S if arguments.storage is None else arguments.storage
     if not storage_bytes_per_s > 0:
         raise UserError(f"--storage: is {storage_bytes_per_s}; give bytes per second, such as 2e9")
@@ -141,7 +141,7 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
         changes = draw_changes(problem.cluster.num_nodes, mean_s, end_s, seed=arguments.seed, back_after_s=back_s)
     else:
         if back_s is not None:
-            raise UserError("--back-after: goes with a rate; a trace says itself when nodes come back")
+            raise UserError("--back-after: is read with a rate only; a trace states when nodes come back")
         if re.fullmatch(r"|[-+]?[\d.]+[smhd]", arguments.failures):
             raise UserError(
                 f"--failures: {arguments.failures!r} is not a time between losses; give one above 0 such as 6h, or a "

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.resilience.store.etcd import StoreAddress
 
-HELP = "train; alone it starts its own processes, under torchrun it joins them"
+HELP = "train, on processes that it starts itself or, under torchrun, on those of torchrun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="etcd://HOST:PORT,.../NAME",
-        help="with train.failures, on this machine: agree on who trains in etcd, under that name, and not in a process "
-        "of this machine",
+        help="with train.failures, on one machine: agree on memberships in etcd, under this name, instead of in a "
+        "process of this machine",
     )
 
 
@@ -55,14 +55,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.overrides.append("train.overwrite=true")
     config = load_config(arguments)
     if arguments.join is not None and arguments.listen is not None:
-        raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
+        raise UserError("--listen: cannot be combined with --join: one process listens, and each node joins it")
     if arguments.join is not None:
         join(config, arguments.join)
         return {}
     listen = None if arguments.listen is None else _address(config, "listen", arguments.listen)
     store = None if arguments.store is None else _address(config, "store", arguments.store)
     if isinstance(store, tuple) or (store is not None and listen is not None):
-        raise UserError("--store: takes etcd://HOST:PORT,.../NAME alone; give it to --listen where nodes join")
+        raise UserError("--store: takes etcd://HOST:PORT,.../NAME only; where nodes join, give the store to --listen")
     from motet.api import train
     from motet.report.plan_report import report_text
 

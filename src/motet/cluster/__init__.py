@@ -27,7 +27,7 @@ class Device:
     within_node: str = "pcie4"
     """The link of the catalogue that joins such devices in the usual server."""
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     def peak(self, dtype: str) -> float:
         if dtype not in self.peak_flops:
@@ -46,9 +46,9 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
-    """In one direction."""
+    """Bandwidth in one direction."""
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s

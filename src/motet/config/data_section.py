@@ -67,7 +67,7 @@ class DialADigitConfig(PreparedDataConfig):
 
 
 class VideoConfig(Section):
-    """Which frames of a video are read. They are spread evenly from its first frame to its last."""
+    """Sampling of a video's frames, which are spread evenly from its first to its last."""
 
     fps: PositiveNumber | None = None
     """Frames for each second; null: 1, unless `frames` is given."""

@@ -85,12 +85,12 @@ class PartConfig(Section):
         given = [key for key in ("hub", "path", "config", "module") if getattr(self, key, None) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"{' and '.join(given)} are given; keep one of them"
+                f"{' and '.join(given)} are given; keep one"
                 if given
                 else "has no source; give one of hub, path and config"
             )
         if "model_type" in self.values:
-            raise ValueError("values.model_type: is what config, hub or path say; leave it out")
+            raise ValueError("values.model_type: follows from config, hub or path; leave it out")
         return self
 
 
@@ -112,7 +112,7 @@ class EncoderConfig(PartConfig):
 class LanguageModelConfig(PartConfig):
     train: TrainableModule = TrainableModule()
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Of mixtures of experts: weight of the auxiliary loss that makes routers use all experts alike. It is taken of
+    """Weight of the auxiliary loss that makes routers of mixtures of experts use all experts alike. It is computed for
     each sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss
     tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
 
@@ -225,7 +225,7 @@ class DecoderConfig(PartConfig):
             return given
         for key in ("is_decoder", "add_cross_attention"):
             if values.get(key, True) is not True:
-                raise ValueError(f"values.{key}: is {values[key]}, but a decoder reads a tower; leave it out")
+                raise ValueError(f"values.{key}: is {values[key]}, but a decoder needs the default; leave it out")
         return {**given, "values": {**values, "is_decoder": True, "add_cross_attention": True}}
 
 
@@ -272,11 +272,11 @@ class ModelConfig(Section):
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How the outputs of encoders enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
-    """What a token of an image or clip attends to in the language model. `causal`: all tokens before it, as text does;
-    `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens before it and
-    its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens before that;
-    `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are packed unless
-    it is `causal`. For custom masks see docs/attention.md."""
+    """The tokens that a token of an image or clip attends to in the language model. `causal`: all tokens before it, as
+    text does; `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens
+    before it and its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens
+    before that; `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are
+    packed unless it is `causal`. For custom masks see docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
     """By encoder, the tokenizer's token at the positions of its outputs, by generator at those of its query tokens; not
     given: `<image>`, `<audio>` or `<generate>`."""
@@ -299,20 +299,20 @@ class ModelConfig(Section):
             return self._checked_composite(sources)
         for key in ("values", "seed", "parts"):
             if self._is_given(key):
-                raise ValueError(f"{key}: is of a whole model; give hub, path or config too, or leave it out")
+                raise ValueError(f"{key}: applies to whole models only; give hub, path or config too, or leave it out")
         if not self.towers:
             if self.language_model is None:
                 raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
             if self._is_given("contrastive"):
-                raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
+                raise ValueError("contrastive: applies to towers only; give towers too, or leave it out")
             if self.decoder is not None:
-                raise ValueError("decoder: captions what a tower sees; give towers too, or leave it out")
+                raise ValueError("decoder: applies to towers only; give towers too, or leave it out")
             return self
         for key in ("encoders", "language_model", "generators", "placeholder_tokens", "merge", "media_attention"):
             if self._is_given(key):
-                raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
+                raise ValueError(f"{key}: cannot be combined with towers; a contrastive model has towers only")
         if len(self.towers) < 2:
-            raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
+            raise ValueError(f"towers: has {', '.join(self.towers)} only; give at least two")
         for name in (CONTRASTIVE, DECODER, LANGUAGE_MODEL):
             if name in self.towers:
                 raise ValueError(f"towers.{name}: is the name of another module; give the tower another one")
@@ -324,7 +324,7 @@ class ModelConfig(Section):
                 f"decoder.reads: there is no tower {self.decoder.reads!r}; give one of {', '.join(self.towers)}"
             )
         if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
-            raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
+            raise ValueError("contrastive.logit_bias: applies to loss: sigmoid only; give that, or leave it out")
         given = self.contrastive
         initial = INITIAL_LOGIT_SCALE[given.loss] if given.logit_scale is None else given.logit_scale
         if given.max_logit_scale is not None and initial > given.max_logit_scale:
@@ -333,17 +333,17 @@ class ModelConfig(Section):
                 f"{initial:.3g}; give more, or a smaller logit_scale"
             )
         if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
-            raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
+            raise ValueError("contrastive.width: is missing; give the width of the features that projectors produce")
         return self
 
     def _checked_composite(self, sources: list[str]) -> "ModelConfig":
         if len(sources) > 1:
-            raise ValueError(f"{' and '.join(sources)} are given; keep one of them")
+            raise ValueError(f"{' and '.join(sources)} are given; keep one")
         for key in OF_SINGLE_MODULES:
             if self._is_given(key):
                 raise ValueError(f"{key}: stands beside {sources[0]}, which is a whole model; leave one of them out")
         if "model_type" in self.values:
-            raise ValueError("values.model_type: is what config, hub or path say; leave it out")
+            raise ValueError("values.model_type: follows from config, hub or path; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -364,7 +364,7 @@ class ModelConfig(Section):
             known = (*self.encoders, *self.generators)
             if name not in known:
                 raise ValueError(
-                    f"placeholder_tokens.{name}: is no encoder or generator; give one of {', '.join(known)}"
+                    f"placeholder_tokens.{name}: is not an encoder or generator; give one of {', '.join(known)}"
                 )
             if not token:
                 raise ValueError(f"placeholder_tokens.{name}: is empty; give a token of the tokenizer, or leave it out")

@@ -140,7 +140,8 @@ class ParallelConfig(Section):
     packing: bool = False
     """Whether the samples of a microbatch are packed into one row without padding; they do not attend to each other."""
     max_packed_tokens: Count | None = None
-    """With `packing`: most tokens of a row; larger microbatches of the language model are split. null: no limit."""
+    """Largest number of tokens of a packed row, with `packing`; larger microbatches of the language model are split.
+    null: no limit."""
     recompute: tuple[str, ...] = ()
     """Modules whose activations are recomputed in the backward pass."""
     recompute_features: tuple[str, ...] = ()

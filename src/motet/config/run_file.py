@@ -127,7 +127,7 @@ class FailuresConfig(Section):
     """File with the secret that all machines of the run share; null: the environment variable MOTET_RUN_SECRET. A run
     on one machine makes its own."""
     store_patience_s: PositiveNumber = 60.0
-    """Seconds for which a node waits for the store, in which nodes agree on who trains, to be there again."""
+    """Seconds for which a node waits for a lost store to return."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
     none is."""
@@ -152,7 +152,7 @@ class TrainConfig(Section):
     global_batch_size: Count = 8
     """Samples per update, over all replicas and microbatches."""
     contrastive_batch_size: Count | None = None
-    """Of towers: number of samples that are compared with each other; the loss is the mean over contrastive batches.
+    """Number of samples that towers compare with each other; the loss is the mean over contrastive batches.
     null: the global batch."""
     learning_rate: LearningRate = 1e-3
     """Peak learning rate of parts that have none of their own."""
@@ -278,7 +278,7 @@ class RunConfig(Section):
             given = [key for key in limits.given() if key.rpartition(".")[2] not in by_templates]
             if given:
                 raise ValueError(
-                    f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees stand in "
+                    f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees are in "
                     "parallel.explicit; leave it out, or give another planner"
                 )
         elif planner != "oobleck" and not survives:
@@ -321,8 +321,8 @@ class RunConfig(Section):
                 raise ValueError(f"{key}: is {layout.ep}, but experts of composites are not distributed; leave it out")
             if layout.ep > 1 and self.train.failures is not None:
                 raise ValueError(
-                    f"{key}: is {layout.ep}, but experts of ranks that fail cannot be had from others; leave it out, "
-                    "or train.failures"
+                    f"{key}: is {layout.ep}, but experts of ranks that fail have no other holder; leave it out, or "
+                    "train.failures"
                 )
 
     def _check_towers(self) -> None:
@@ -333,12 +333,12 @@ class RunConfig(Section):
                 ("parallel.recompute_features", self.parallel.recompute_features),
             ):
                 if given:
-                    raise ValueError(f"{key}: is of towers; give model.towers, or leave it out")
+                    raise ValueError(f"{key}: applies to towers only; give model.towers, or leave it out")
             for name, layout in self.parallel.explicit.items():
                 if layout.num_microbatches is not None:
                     raise ValueError(
-                        f"parallel.explicit.{name}.num_microbatches: is of towers; give parallel.num_microbatches, "
-                        "which all modules share"
+                        f"parallel.explicit.{name}.num_microbatches: applies to towers only; give "
+                        "parallel.num_microbatches, which all modules share"
                     )
             if self.data.kind in ("same-digits", "pairs"):
                 raise ValueError(f"data.kind: {self.data.kind} is for towers; give model.towers, or other data")
@@ -358,14 +358,14 @@ class RunConfig(Section):
     def _check_layout_of_towers(self) -> None:
         parallel = self.parallel
         if parallel.packing:
-            raise ValueError("parallel.packing: is of a language model's samples; with towers leave it out")
+            raise ValueError("parallel.packing: applies to language models only; leave it out with towers")
         if parallel.limits.cp:
-            raise ValueError("parallel.limits.cp: towers have whole items; leave it out")
+            raise ValueError("parallel.limits.cp: context parallelism is not supported for towers; leave it out")
         if parallel.planner == "explicit":
             return
         if parallel.limits.dp:
             raise ValueError(
-                "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"
+                "parallel.limits.dp: planners choose the replicas of towers; leave it out, or give planner: explicit"
             )
         for key in ("recompute_features", "num_microbatches"):
             if key in parallel.model_fields_set:

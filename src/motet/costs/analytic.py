@@ -53,7 +53,7 @@ class Speeds:
     convolution: Speed
     attention: Speed
     memory: Speed
-    """Of bytes against the memory's bandwidth: norms, elementwise functions and other memory-bound kernels."""
+    """Speed of memory-bound kernels (norms, elementwise functions), as a share of the memory's bandwidth."""
     source: str = "assumed"
 
     def compute(self, kind: KernelKind) -> Speed | None:

@@ -98,7 +98,7 @@ class _Sums(NamedTuple):
     incoming: float
     outputs: float
     seen: float
-    """Of a generator: its own tokens times the incoming ones that they attend to."""
+    """A generator's own tokens times the incoming ones that they attend to."""
 
 
 NOTHING = _Sums(0, 0, 0, 0, 0, 0, 0)
@@ -238,7 +238,7 @@ class LayerPasses(NamedTuple):
     forward: Quadratic
     input_gradient: Quadratic
     weight_gradient: Quadratic
-    """Of the weight half of a backward."""
+    """Seconds of the weight half of a backward."""
     recomputation: Quadratic
     """The forward that the backward repeats."""
 
@@ -252,7 +252,7 @@ class LayerCost:
     """Seconds of one layer on each rank of a tensor-parallel group, its collectives included."""
 
     forward: Quadratic
-    """With the graph for a backward."""
+    """Seconds of a forward that keeps the graph for a backward."""
     forward_without_graph: Quadratic
     input_gradient: Quadratic
     weight_gradient: Quadratic
@@ -311,7 +311,7 @@ class CostTable:
     """All costs of a model on one kind of hardware."""
 
     modules: Mapping[str, Mapping[int, ModuleCosts]]
-    """By module and tensor-parallel size."""
+    """Costs by module and tensor-parallel size."""
     source: str
     """"profiled" or "analytic"."""
     hardware: str
@@ -352,7 +352,7 @@ class CostTable:
             raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"costs: {path} is no cost table ({type(error).__name__}: {error}); `motet profile` writes one"
+                f"costs: {path} is not a cost table ({type(error).__name__}: {error}); `motet profile` writes one"
             ) from error
 
     def to_json(self) -> str:

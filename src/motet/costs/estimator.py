@@ -66,7 +66,7 @@ class Estimator:
 
     workloads: Mapping[str, ModuleWorkload]
     trainable: Mapping[str, Sequence[bool]]
-    """By module and layer."""
+    """Whether each layer is trainable, by module."""
     edges: Sequence[Edge]
     table: CostTable
     cluster: Cluster
@@ -454,7 +454,7 @@ class Estimator:
         return boundary_bytes(self.workloads[name], border, load, self.memory, num_shares=num_shares)
 
     def output_bytes(self, name: str, dp: int = 1) -> float:
-        """What a module hands on to another one for a mean microbatch."""
+        """Bytes of a module's output to another module, for a mean microbatch."""
         num_outputs = sum(sample.num_outputs(name) for sample in self.samples) / (dp * self.num_microbatches)
         return num_outputs * self.workloads[name].output_size * self.memory.activation_bytes
 

@@ -127,7 +127,7 @@ class IterationCosts:
         return self._by_action(self._stages.seconds)
 
     def _by_action(self, costs_of: Callable[[CellKind], StageCosts]) -> Floats:
-        """By kind of action (`KINDS`) and cell."""
+        """Returns costs by kind of action (`KINDS`) and cell."""
         cells = self.cells
         terms = np.array(
             [
@@ -231,7 +231,7 @@ class IterationCosts:
         return self._groups[key], self._reduced_bytes(reduce, tp_size)
 
     def _holding_alike(self, holders: Sequence[Holder], ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Of ranks that share parameters over replicas, those that keep the same rows as the first one."""
+        """Returns the ranks that keep the same rows as the first one, of those that share parameters over replicas."""
         groups = [
             group
             for holder in holders

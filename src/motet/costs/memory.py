@@ -43,7 +43,7 @@ class MemoryOptions:
     zero1: bool = False
     """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
-    """With `zero1`: number of ranks that keep the same shard; several if nodes may fail
+    """Number of ranks that keep the same shard, with `zero1`; several if nodes may fail
     (`motet.resilience.state_transfer`)."""
     optimizer_bytes: int | None = None
     """Optimizer state per parameter; None: its moments. In half precision it includes a float32 parameter."""

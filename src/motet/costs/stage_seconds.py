@@ -258,8 +258,8 @@ class StageSeconds:
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
     def _exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Of keys and values in context-parallel groups, and of tokens between replicas that share experts. A backward
-        exchanges as much as a forward."""
+        """Seconds of the exchanges of keys and values in context-parallel groups, and of tokens between replicas that
+        share experts. A backward exchanges as much as a forward."""
         keys = key_exchange(layer, stage, self.cluster, self.memory)
         return keys.plus(token_exchange(layer, self.cells.plan.modules[module], stage, self.cluster, self.memory))
 
@@ -283,7 +283,7 @@ class StageSeconds:
         return total(gathers[0]), total(gathers[1])
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Of one action; zero where parameters are gathered once in a step."""
+        """Seconds of one action's gathers of parameters; zero where they are gathered once in a step."""
         planned = self.cells.plan.modules[module]
         if not planned.fully_sharded or not self.cells.gathers_by_block(module, place_of(planned, stage)[1]):
             return ZERO
@@ -315,8 +315,8 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
 
 
 def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
-    """Of each token, what a rank gives to an exchange between replicas that share experts, its own experts' rows among
-    it. There are two for a forward and two for a backward."""
+    """Bytes of each token that a rank gives to an exchange between replicas that share experts, its own experts' rows
+    among it. There are two for a forward and two for a backward."""
     return layer.experts_per_token * layer.hidden_size * element_bytes / tp_size
 
 

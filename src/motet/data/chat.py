@@ -215,7 +215,7 @@ def _word_level(texts: Iterable[str]) -> Tokenizer:
 def check_tokenizer(tokenizer: Any) -> None:
     """Raises `UserError` if the tokenizer cannot tokenize conversations."""
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError("tokenizer: is a slow one; give a folder with tokenizer.json")
+        raise UserError("tokenizer: is a slow tokenizer; give a folder with tokenizer.json")
     if tokenizer.chat_template is None:
         raise UserError("tokenizer: has no chat template; give a folder with chat_template.jinja, or another tokenizer")
 
@@ -228,7 +228,7 @@ def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bo
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # Templates are programs: jinja2 passes on whatever they raise.
-        raise UserError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from None
+        raise UserError(f"the chat template rejects the conversation: {' '.join(str(error).split())}") from None
 
 
 def tokenize_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
@@ -264,7 +264,7 @@ def answer_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list
         else:
             begin = text.find(answer, first, first + len(answer) + 1)
         if begin < 0 or not text.startswith(prompt):
-            raise UserError("the chat template writes a turn otherwise once others follow; give another template")
+            raise UserError("the chat template changes a turn when others follow; give another template")
         spans.append((first, begin + len(answer)))
     return spans
 

@@ -31,7 +31,7 @@ from motet.optional_packages import missing_package
 from motet.plan import LANGUAGE_MODEL
 
 OF_TEXT = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
-"""What processors return that is not for the model, or is made anew."""
+"""Outputs of processors that the model does not take, or that are made here."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prepared:
 
     layouts: Mapping[str, tuple[Segment, ...]]
     features: Mapping[str, Mapping[str, Tensor]]
-    """By module; {} if it was made of blank media."""
+    """Features by module; {} if made from blank media."""
     input_ids: tuple[int, ...]
     num_loss_tokens: int
 
@@ -50,7 +50,7 @@ class CompositeProcessor:
     """The processor of a model of several modalities. Raises `UserError` if its tokenizer cannot be used."""
 
     processor: Any
-    """Of transformers."""
+    """The model's processor of transformers."""
     composite: Composite
     video: VideoConfig
 
@@ -59,7 +59,7 @@ class CompositeProcessor:
             raise UserError("data.video.max_tokens: is not read for whole models; give max_frames, frames or fps")
         tokenizer = self.processor.tokenizer
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError("model: its tokenizer is a slow one; give a folder with tokenizer.json")
+            raise UserError("model: it has a slow tokenizer; give a folder with tokenizer.json")
         if getattr(self.processor, "chat_template", None) is None:
             raise UserError("model: its processor has no chat template; give a folder with chat_template.jinja")
 
@@ -80,7 +80,7 @@ class CompositeProcessor:
         media = {kind: [self._loaded(kind, item) for item in items] for kind, items in own.media.items() if items}
         prepared = self._prepare(own.messages, media, keeps_features=True)
         if prepared.input_ids != self.lay_out(key_of(own)).input_ids:
-            raise UserError("its media are not of the sizes that their files tell; convert them again")
+            raise UserError("its media do not have the sizes that their files state; convert them again")
         return prepared
 
     def prompt(self, example: Example) -> list[int]:
@@ -91,7 +91,7 @@ class CompositeProcessor:
         return ids
 
     def _blank(self, kind: str, size: Any) -> Any:
-        """What `_loaded` gives of a black medium."""
+        """Returns a black medium, in the form of `_loaded`."""
         if kind == "audio":
             return np.zeros(size[0], dtype=np.float32), size[1]
         if kind == "video":
@@ -133,7 +133,7 @@ class CompositeProcessor:
         except (ImportError, ValueError, TypeError, RuntimeError, IndexError) as error:
             missing = missing_package(error)
             raise UserError(
-                f"the processor {missing}" if missing else f"the processor refuses it: {' '.join(str(error).split())}"
+                f"the processor {missing}" if missing else f"the processor rejects it: {' '.join(str(error).split())}"
             ) from None
 
     def _prepare(
@@ -247,7 +247,7 @@ def key_of(example: Example) -> _Key:
 
 @dataclass(frozen=True, eq=False)
 class CompositePartLayout:
-    """How examples are laid out for one part of the model, and its tensors of them."""
+    """Layouts of examples for one part of the model, and its tensors."""
 
     name: str
     whole: CompositeProcessor
@@ -294,7 +294,7 @@ def turn_parts(content: str) -> list[dict[str, str]]:
 
 
 def _video_metadata(times: Sequence[float]) -> dict[str, Any]:
-    """Of frames that were chosen already: as if the video had no others."""
+    """Metadata of frames that are already sampled: the video has no others."""
     fps = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 1.0
     return {
         "fps": fps,
@@ -314,7 +314,7 @@ def _expanded(text: str, replaced: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _media_at(offsets: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Of each token: the number of the medium within whose text it stands, -1 elsewhere."""
+    """For each token, the number of the medium in whose text it is; -1 elsewhere."""
     found, medium = [], 0
     for start, end in offsets:
         while medium < len(replaced) and start >= replaced[medium]["new_span"][1]:
@@ -329,7 +329,7 @@ def _numbered(module: Any) -> list[tuple[int, FeatureFunction]]:
 
 
 def _inner_tokens(function: FeatureFunction, made: Mapping[str, Any], outputs: list[int]) -> list[int]:
-    """The tokens of each medium inside the encoder: those of the raw tensor, in proportion to what is handed on. Costs
+    """The tokens of each medium inside the encoder: those of the raw tensor, in proportion to output tokens. Costs
     are estimated by them."""
     raw = made.get(function.raw)
     if not isinstance(raw, Tensor):

@@ -1,4 +1,4 @@
-"""How images and sounds are laid out for an encoder, from sizes and configurations alone. Imports no torch.
+"""Layouts of images and sounds for an encoder, from sizes and configurations alone. Imports no torch.
 
 The size of a processed image or sound follows from the configuration of the HuggingFace processor, by the rules in
 `RULES`; the processors' classes, which import torch, are not needed. Tests compare every rule with its processor.
@@ -29,7 +29,7 @@ from motet.families.token_counts import (
 )
 
 Size = tuple[int, int]
-"""Of an image: (height, width) in pixels. Of a sound: (samples, Hz)."""
+"""Size of an image, (height, width) in pixels, or of a sound, (samples, Hz)."""
 
 Layouts = Mapping[str, tuple[Segment, ...]]
 """By module, one segment for each of its items or runs of tokens."""
@@ -63,7 +63,7 @@ class SoundRule:
     sampling_rate: int
     hop_length: int
     num_samples: int
-    """Of a window."""
+    """Samples of a window."""
 
     @property
     def num_frames(self) -> int:
@@ -201,7 +201,7 @@ class EncoderLayout:
     name: str = "encoder"
     """Key of the run file, for messages."""
     pooling: Pooling | None = None
-    """Of encoders that pool: each example has at most one item."""
+    """Pooling of towers, each example of which has at most one item."""
     video: VideoConfig = field(default_factory=VideoConfig)
     _grids: dict[Size, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -234,7 +234,7 @@ class EncoderLayout:
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """What it takes."""
+        """Modalities that the encoder takes."""
         return modalities_of(self.config)
 
     def items(self, example: Example) -> tuple[tuple[Modality, Media], ...]:
@@ -265,7 +265,7 @@ class EncoderLayout:
         return pooled(replace(segment, num_frames=num_frames), self.pooling)
 
     def frame_times(self, video: VideoSize) -> tuple[float, ...]:
-        """When the frames of a video that are read are shown."""
+        """Times of the frames of a video that are read."""
         grid = self.grid((video.height, video.width))
         one = encoder_segment(self.config, item=0, grid=grid, feature_select=self.feature_select)
         per_patch = temporal_patch_size(self.config)

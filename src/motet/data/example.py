@@ -40,7 +40,7 @@ class Media(Protocol):
 
 @dataclass(frozen=True)
 class VideoSize:
-    """What a video's header says."""
+    """Size and duration of a video, as its header states them."""
 
     height: int
     """Pixels, as it is shown."""
@@ -53,7 +53,7 @@ class VideoSize:
 class Message:
     role: Literal["system", "user", "assistant"]
     content: str
-    """With one placeholder for each of its media."""
+    """Text of the message, with one placeholder for each of its media."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Example:
     messages: tuple[Message, ...]
     """The loss is on the assistant's messages."""
     media: Mapping[Modality, tuple[Media, ...]] = field(default_factory=dict)
-    """Of each modality, in the order of their placeholders."""
+    """Media of each modality, in the order of their placeholders."""
     where: str = ""
     """File and line, for messages."""
 

@@ -21,7 +21,7 @@ MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class QueryLayout:
-    """What a generator reads of a text: query tokens, which stand in it as an encoder's outputs do, or the prompt."""
+    """A generator's input from a text: query tokens, which are in it as an encoder's outputs are, or the prompt."""
 
     num_queries: int | None
     """None: it reads everything up to the placeholder, which is an ordinary token."""
@@ -51,9 +51,9 @@ class GeneratedLayout:
     """The images that a generator learns to make."""
 
     config: Mapping[str, Any]
-    """Of the generator."""
+    """Configuration of the generator."""
     per: str
-    """What its loss is averaged over: "image" or "place"."""
+    """Unit of the average of its loss: "image" or "place"."""
     name: str
     """Key of the run file, for messages."""
 
@@ -89,7 +89,7 @@ class GeneratedLayout:
         return rows, columns
 
     def latents(self, example: Example) -> np.ndarray:
-        """Of all images, one after the other: float32 [sum of channels x height x width]."""
+        """Latents of all images, one after the other: float32 [sum of channels x height x width]."""
         parts = [np.zeros(0, dtype=np.float32)]
         for _, media in example.items((TO_GENERATE,)):
             pixels = np.asarray(media.load().convert(MODES[self.config["in_channels"]]), dtype=np.float32) / 127.5 - 1

@@ -1,4 +1,4 @@
-"""How examples are laid out for every module of a model's graph: tokens, and where modules' outputs enter others.
+"""Layouts of examples for every module of a model's graph: tokens, and where modules' outputs enter others.
 
 Each module has a `ModuleLayout`; `SampleLayouts` asks them in the order of the graph. Torch is not imported, and no
 pixels or waveforms are decoded.
@@ -31,7 +31,7 @@ from motet.schedule.batch_sync import Pair, num_comparisons
 
 
 class ModuleLayout(Protocol):
-    """How examples are laid out for one module."""
+    """Layouts of examples for one module."""
 
     def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
         """The module's layout of an example, () if it has nothing for the module; and the number of tokens that carry
@@ -80,7 +80,7 @@ class ConversationLayout:
     tokenizer: Any
     """A fast tokenizer of transformers, or a `motet.data.chat.PlainTokenizer`."""
     encoders: Mapping[str, EncoderLayout | QueryLayout]
-    """By module, one for each modality; the query tokens of generators stand in the text as encoder outputs do."""
+    """Encoders by module, one for each modality; query tokens of generators are in the text as encoder outputs are."""
     merge: str = "placeholder"
     placeholder_ids: dict[str, int] = field(default_factory=dict, init=False)
     """By encoder, the token id at the positions of its outputs."""
@@ -182,7 +182,7 @@ class TextLayout:
     config: Any
     """The encoder's configuration: its complete values, or the transformers object."""
     key: str
-    """Of the run file, for messages."""
+    """Key of the run file, for messages."""
     pooling: Pooling = "alone"
 
     def __post_init__(self) -> None:
@@ -268,7 +268,7 @@ class SampleLayouts:
     """Makes the metadata of samples from examples."""
 
     modules: Mapping[str, ModuleLayout]
-    """By module, in the order of the graph: sources before the modules that they enter."""
+    """Layouts by module, in the order of the graph: sources before the modules that they enter."""
 
     def sample(self, example: Example) -> Sample:
         """The metadata of an example. Raises `UserError` naming its file and line."""

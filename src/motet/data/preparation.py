@@ -1,4 +1,4 @@
-"""From examples to the tensors of samples, by the tokenizers and processors of transformers.
+"""Makes the tensors of samples from examples, by the tokenizers and processors of transformers.
 
 Layouts are those of `motet.data.layouts`. An image processor whose sizes follow no known rule is asked for a blank
 image, once for each size.

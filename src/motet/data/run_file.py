@@ -153,7 +153,7 @@ def _check_processor_names(data: Any, graph: ConfiguredGraph) -> None:
     for name in getattr(data, "processors", ()):
         if name not in encoders:
             known = ", ".join(encoders) or "no encoders"
-            raise UserError(f"data.processors.{name}: is no encoder; the model has {known}")
+            raise UserError(f"data.processors.{name}: is not an encoder; the model has {known}")
 
 
 def _module_layouts(

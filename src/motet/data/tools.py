@@ -130,7 +130,7 @@ def _one_line(error: Exception) -> str:
 def _checked(values: Any, where: str) -> Mapping[str, Any]:
     """The values of a processor. Raises `UserError` for those that make its outputs no numbers."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{where}: holds no mapping; save the processor again")
+        raise UserError(f"{where}: is not a mapping; save the processor again")
     std = values.get("image_std")
     each = std if isinstance(std, list | tuple) else [] if std is None else [std]
     for key, given in (*(("image_std", one) for one in each), *((key, values.get(key)) for key in POSITIVE)):

@@ -1,4 +1,4 @@
-"""Which frames of a video are read: a function of its header and the run file alone. Imports no torch.
+"""Sampling of a video's frames: a function of its header and the run file only. Imports no torch.
 
 So planning, `motet data-stats` and every rank of a training derive the same frames, and decoding must find them.
 """

@@ -1,4 +1,4 @@
-"""What the blocks of a causal model read besides hidden states, found by a forward on the meta device.
+"""Finds what the blocks of a causal model read besides hidden states, by a forward on the meta device.
 
 Most blocks read hidden states, and masks and positions that every stage computes by itself. Some read more that depends
 on the tokens: embeddings of each layer (Gemma 3n), the embedded tokens (Zamba), keys and values of earlier blocks
@@ -19,12 +19,12 @@ from motet.families.discovery import causal_paths
 from motet.families.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
 
 Path = tuple[Any, ...]
-"""Of a tensor in a block's arguments: the place or name of the argument, then keys and places in it."""
+"""Path of a tensor in a block's arguments: the position or name of the argument, then keys and positions in it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a value lies over the tokens of a microbatch."""
+    """Layout of a value over the tokens of a microbatch."""
 
     rows: int
     """The dimension of the rows."""
@@ -32,7 +32,7 @@ class Form:
     others: tuple[int, ...]
     """Sizes of its other dimensions."""
     dtype: torch.dtype | None
-    """None: that of the hidden states."""
+    """Dtype of the value; None: that of the hidden states."""
 
     @property
     def width(self) -> int:
@@ -55,14 +55,14 @@ class Value:
     """The block that made it; -1: it is made before the blocks."""
     form: Form
     readers: Mapping[int, Path]
-    """By block: where it stands in its arguments."""
+    """Path of the value in each block's arguments, by block."""
 
 
 @dataclass(frozen=True)
 class BlockValues:
     hidden: Form
     num_returned: Mapping[int, int]
-    """By block: 0 if it returns a tensor, else the length of the tuple that begins with it."""
+    """0 if a block returns a tensor, else the length of the tuple that begins with it; by block."""
     values: tuple[Value, ...]
 
     def crossing(self, block: int) -> list[int]:
@@ -70,7 +70,7 @@ class BlockValues:
         return [i for i, value in enumerate(self.values) if value.origin < block <= max(value.readers)]
 
     def width(self, block: int) -> int:
-        """Of all that enters a block, laid side by side."""
+        """Width of all inputs of a block, side by side."""
         return self.hidden.width + sum(self.values[i].form.width for i in self.crossing(block))
 
     def pack(self, block: int, hidden: Tensor, made: Mapping[int, Tensor]) -> Tensor:
@@ -104,12 +104,12 @@ def block_values(model: Any) -> BlockValues:
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-    """By place or name."""
+    """Arguments by position or name."""
     return {**dict(enumerate(args)), **kwargs}
 
 
 def hidden_key(found: Mapping[Any, Any]) -> Any:
-    """Where a block gets its hidden states."""
+    """Position or name of a block's hidden states in its arguments."""
     return 0 if 0 in found else "hidden_states"
 
 
@@ -141,7 +141,7 @@ def _form(name: str, small: Tensor | None, large: Tensor | None) -> Form:
     columns = [dim for dim in changed if (small.shape[dim], large.shape[dim]) == (5, 7)]
     if small.ndim != large.ndim or len(changed) != 2 or not rows or not columns:
         raise UserError(
-            f"{name}: its blocks read a tensor {list(small.shape)} of 3 sequences of 5 tokens that cannot be handed on "
+            f"{name}: its blocks read a tensor {list(small.shape)} of 3 sequences of 5 tokens that cannot be passed on "
             "token by token; use one stage"
         )
     others = tuple(size for dim, size in enumerate(small.shape) if dim not in changed)

@@ -68,7 +68,7 @@ class Capabilities:
     model_type: str
     model_class: str
     reasons: dict[str, str | None]
-    """By feature: None where gradients were equal; else why the feature is refused."""
+    """Reason why each feature is refused; None if its gradients were equal."""
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     """The day of the probe, as in 2026-11-23."""
@@ -83,7 +83,7 @@ class Capabilities:
 
 
 def cache_folder() -> Path:
-    """Where motet keeps what it has found out about models."""
+    """Folder in which motet keeps shape cards and results of probes."""
     if folder := os.environ.get(CACHE):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet"

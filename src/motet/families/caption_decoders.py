@@ -12,7 +12,7 @@ class DecoderFamily:
     """A family of caption decoders."""
 
     model_class: str
-    """In transformers."""
+    """Name of the class in transformers."""
     added_parts: tuple[str, ...] = ("crossattention",)
     """Parts of a block that models trained without cross-attention have no weights for."""
 

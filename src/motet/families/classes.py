@@ -1,4 +1,4 @@
-"""Which transformers classes belong to which model, found by name and imported when they are first needed.
+"""The transformers classes of each model, found by name and imported when they are first needed.
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
 `motet.families.encoders`, language models in `motet.families.language_models`, caption decoders in
@@ -83,9 +83,7 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
         return own
     if model_type not in known:
         choice = "AutoModelForCausalLM's" if kind == "language_model" else ", ".join(known)
-        raise UserError(
-            f"model_type {model_type!r} is no {kind.replace('_', ' ')} that motet knows; known are {choice}"
-        )
+        raise UserError(f"model_type {model_type!r} is not a known {kind.replace('_', ' ')}; known are {choice}")
     return transformers_class(known[model_type])
 
 

@@ -30,11 +30,11 @@ Modality = Literal["image", "video", "audio"]
 
 @dataclass(frozen=True)
 class FeatureFunction:
-    """What a model offers for one modality."""
+    """A model's function that encodes one modality."""
 
     modality: Modality
     name: str
-    """Of the function of the model; "": it has none, and its own forward runs until the text model is called."""
+    """Name of the function; "" if the model has none, and its own forward runs until it calls the text model."""
     inputs: tuple[str, ...]
     """Its parameters, which processors return; the first one holds pixels or sounds."""
     token_id: int
@@ -51,7 +51,7 @@ class CompositeModule:
 
     name: str
     functions: tuple[FeatureFunction, ...]
-    """Of an encoder; (): it is the language model."""
+    """Functions of an encoder; () for the language model."""
     layers: tuple[tuple[str, ...], ...]
     """The paths of each layer: embedding, blocks, head and, of encoders, the projector."""
     blocks: str
@@ -81,7 +81,7 @@ class CompositeModule:
 @dataclass(frozen=True)
 class Composite:
     modules: Mapping[str, CompositeModule]
-    """By name, encoders first."""
+    """Modules by name, encoders first."""
     text: CausalPaths
     """The parts of the language model."""
     is_tied: bool
@@ -174,7 +174,7 @@ def composite_class_of(config: Any) -> Any:
         return transformers.AutoModelForMultimodalLM._model_mapping[type(config)]
     except KeyError:
         kind = config.model_type
-        raise UserError(f"model: {kind} is no model of text and other modalities in transformers") from None
+        raise UserError(f"model: {kind} is not a multimodal model of transformers") from None
 
 
 def feature_functions(model: Any) -> tuple[FeatureFunction, ...]:
@@ -239,7 +239,7 @@ def _encoder(
     a matrix that are registered behind the blocks."""
     lists = list(_lists(model, tower))
     if not lists:
-        raise UserError(f"{type(model).__name__}: {tower} has no list of blocks; its layers cannot be told apart")
+        raise UserError(f"{type(model).__name__}: {tower} has no list of blocks; its layers cannot be identified")
     blocks = max(lists, key=lambda path: len(list(model.get_submodule(path).children())))
     members = [f"{blocks}.{key}" for key, _ in model.get_submodule(blocks).named_children()]
     embed, head, inside = [], [], []

@@ -51,13 +51,13 @@ class ConfiguredModule:
     loss_weight: float = 0.0
     """Weight of the loss that the module computes; 0: it computes none."""
     pooling: Pooling | None = None
-    """What an encoder of a contrastive model outputs; None: it does not pool."""
+    """Pooling of a contrastive model's encoder; None: it does not pool."""
 
 
 @dataclass(frozen=True)
 class ConfiguredGraph:
     modules: Mapping[str, ConfiguredModule]
-    """By name, in the order of plans."""
+    """Modules by name, in the order of plans."""
     edges: tuple[Edge, ...]
 
     @property
@@ -66,7 +66,7 @@ class ConfiguredGraph:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the modules that plans lay out."""
+        """Names of the modules that plans lay out."""
         return tuple(name for name, node in self.modules.items() if node.workload.kind != "loss")
 
     @property
@@ -153,7 +153,7 @@ def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
         if name not in modules:
             raise UserError(f"model.parts.{name}: the model has no such part; give {names}")
     if not config.model.parts.get(LANGUAGE_MODEL, CompositePartConfig()).train.projector:
-        raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: is of encoders; leave it out")
+        raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: applies to encoders only; leave it out")
     for key in ("explicit", "recompute"):
         for name in getattr(config.parallel, key):
             if name not in modules:
@@ -162,9 +162,7 @@ def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
     if missing:
         raise UserError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
     if config.parallel.packing:
-        raise UserError(
-            "parallel.packing: samples of a whole model of several modalities stand in rows of their own; leave it out"
-        )
+        raise UserError("parallel.packing: packing is not supported for whole multimodal models; leave it out")
     if config.data.kind != "conversations":
         raise UserError(
             f"data.kind: is {config.data.kind}, but a whole model of several modalities takes conversations, which its "

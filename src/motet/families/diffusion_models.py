@@ -21,7 +21,7 @@ from motet.shapes.diffusion_transformers import TRANSFORMERS
 
 
 class Streams(NamedTuple):
-    """Of images of one size, each with equally many conditions. All have the model's width."""
+    """Streams of images of one size, each with equally many conditions. All have the model's width."""
 
     places: Tensor
     """[images, places, width]"""

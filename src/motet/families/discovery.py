@@ -25,7 +25,7 @@ from motet.families.meta_run import copy_on_meta, prepare_run, run_model
 
 @dataclass(frozen=True, kw_only=True)
 class CausalPaths:
-    """Where the parts of a causal model are: paths in it."""
+    """Paths of the parts of a causal model."""
 
     base: str
     """The model under the head."""
@@ -76,7 +76,7 @@ def _find(model: Any) -> CausalPaths:
     name = type(model).__name__
     words, output = (_path_of(model, x) for x in (model.get_input_embeddings(), model.get_output_embeddings()))
     if words is None or output is None:
-        raise UserError(f"{name}: has no table of tokens or no head over them; give a causal language model")
+        raise UserError(f"{name}: has no token embedding or no output head; give a causal language model")
     base, blocks = _blocks_beside(model, words)
     before = _run_before_blocks(model.get_submodule(base), blocks.removeprefix(f"{base}."))
     if before is None:
@@ -120,7 +120,7 @@ def _blocks_beside(model: Any, words: str) -> tuple[str, str]:
         if len(alike) > 1:
             raise UserError(f"{type(model).__name__}: its layers are spread over the lists {', '.join(alike)}")
         return base, blocks
-    raise UserError(f"{type(model).__name__}: has no list of blocks; its layers cannot be told from each other")
+    raise UserError(f"{type(model).__name__}: has no list of blocks; its layers cannot be identified")
 
 
 def _lists_in(model: nn.Module, root: str) -> Iterator[str]:
@@ -193,7 +193,7 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def _run_before_blocks(base: nn.Module, blocks: str) -> set[str] | None:
-    """Of the modules under `base`, those that run before the first block; None if it cannot be run."""
+    """Returns the modules under `base` that run before the first block; None if it cannot be run."""
     called: set[str] = set()
     copied = copy_on_meta(base)
     prepare_run(copied, blocks)

@@ -105,7 +105,7 @@ def family_of(model: nn.Module) -> EncoderFamily:
 
 
 def _own_family(config: OwnConfig) -> EncoderFamily:
-    """Of a module that is not cut: one layer that is the whole module, and a head without anything."""
+    """Makes the family of a module that is not cut: one layer that is the whole module, and an empty head."""
     name, blocks = config.model_type.rpartition(".")[2], config.blocks
     if blocks is not None:
 
@@ -142,7 +142,7 @@ def num_blocks(model: nn.Module) -> int:
 
 
 def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
-    """How many blocks lie before the features that are handed on.
+    """Returns the number of blocks before the features that are the output.
 
     `feature_layer`: an index into transformers' `hidden_states` (0: the embeddings), as LLaVA's `vision_feature_layer`;
     None: all blocks. Raises `ValueError` for one that the model does not have.

@@ -1,5 +1,5 @@
-"""What installed packages add to motet, by entry points: encoders (`motet.encoders`) and exceptional language models
-(`motet.language_models`, see docs/adding-a-model-family.md)."""
+"""Entry points by which installed packages extend motet: encoders (group motet.encoders) and exceptional language
+models (group motet.language_models, see docs/adding-a-model-family.md)."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -18,7 +18,7 @@ _probes: list[None] = []
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """Within it, nothing is refused for want of a probe."""
+    """Context in which nothing is refused because a probe is missing."""
     _probes.append(None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What stands in the configuration of each part of a run file's model. Pure: no transformers, no weights."""
+"""Reads the configuration of each part of a run file's model, without transformers and without weights."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ TowerPart = Literal["image", "text"]
 @dataclass(frozen=True)
 class CompositeTowers:
     loss: Literal["softmax", "sigmoid"]
-    """Of which the stored `logit_scale` and `logit_bias` are."""
+    """Loss that the stored `logit_scale` and `logit_bias` belong to."""
     families: Mapping[TowerPart, str]
     """The `model_type` of each tower."""
 
@@ -77,7 +77,7 @@ def tower_values(stored: Mapping[str, Any], part: TowerPart | None) -> dict[str,
 
 
 def shape_request(part: PartConfig, where: str) -> ShapeRequest:
-    """What the shape of a part is read from. Raises `UserError` if it cannot be had."""
+    """Returns the request for the shape of a part. Raises `UserError` if its configuration cannot be read."""
     role: Role = "encoder"
     if isinstance(part, LanguageModelConfig):
         role = "language_model"
@@ -97,7 +97,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
 
 
 def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
-    """What stands in the config.json of a part. Raises `UserError` if it cannot be had."""
+    """Returns the content of a part's config.json. Raises `UserError` if it cannot be read or downloaded."""
     path = _config_file(part, where)
     try:
         stored = json.loads(path.read_text())
@@ -108,7 +108,7 @@ def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
     if not isinstance(stored, dict):
-        raise UserError(f"{where}.path: {path} holds no mapping; save the model again")
+        raise UserError(f"{where}.path: {path} does not hold a mapping; save the model again")
     return stored
 
 
@@ -122,7 +122,7 @@ def _config_file(part: PartConfig, where: str) -> Path:
         return Path(hf_hub_download(part.hub, "config.json"))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
+        raise UserError(f"{where}.hub: {part.hub} cannot be downloaded ({reason}); give a hub id or a path") from None
 
 
 def stored_folder(part: PartConfig) -> Path:
@@ -135,7 +135,7 @@ def stored_folder(part: PartConfig) -> Path:
     try:
         return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
     except OSError as error:
-        raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
+        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({' '.join(str(error).split())}); use path") from None
 
 
 CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")

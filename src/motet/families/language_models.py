@@ -1,4 +1,4 @@
-"""What holds of every supported causal language model: its family, its cross-attention, its labels."""
+"""Properties of every supported causal language model: its family, its cross-attention, its labels."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -68,5 +68,5 @@ def is_tied(model: Any) -> bool:
 
 
 def next_labels(labels: Tensor) -> Tensor:
-    """What each token is to predict: [T] -> [T]."""
+    """Returns the label that each token predicts: [T] -> [T]."""
     return torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)])

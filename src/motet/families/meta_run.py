@@ -54,8 +54,8 @@ def _for_shapes(forward: Callable[..., Any], depends: bool) -> Callable[..., Any
 def run_for_shapes(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, depends: bool = False
 ) -> Any:
-    """What a module on the meta device returns, as zeros on the device of its arguments. What depends on parameters
-    requires gradients, as it would; mappings among the arguments get what was put into them.
+    """Runs a module on the meta device and returns its result as zeros on the device of the arguments. What depends on
+    parameters requires gradients, as it would; mappings among the arguments get what was put into them.
 
     `depends`: whether all of it counts as depending on parameters, also on those that are never trained."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

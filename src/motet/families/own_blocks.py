@@ -22,9 +22,9 @@ class OwnBlocks:
     """The list of blocks."""
     number: int
     before: tuple[str, ...]
-    """What runs before the first block."""
+    """Modules that run before the first block."""
     after: tuple[str, ...]
-    """What runs behind the last one, or never."""
+    """Modules that run after the last block, or never."""
 
 
 def find_own_blocks(module: nn.Module, run: Callable[[], Any]) -> OwnBlocks | None:

@@ -37,20 +37,20 @@ from motet.families.token_counts import TokenCounts, register_counter
 from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, Part
 
 GROUP = "motet.encoders"
-"""Of entry points, which are imported."""
+"""Group of entry points, which are imported."""
 
 _ATTRIBUTE = "motet_config"
-"""Of a module. It may have a `config` of its own, which its forward reads."""
+"""Attribute of a module with its `OwnConfig`; `config` may be an attribute that its forward reads."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEncoder:
-    """What is known of a class of modules."""
+    """A registered class of modules."""
 
     modality: str
-    """What it takes: "image", "audio", or a key of records of your own, such as "points"."""
+    """Modality of the input: "image", "audio", or a key of your own in records, such as "points"."""
     example: Shape
     """The shape of a typical item, for which plans are made."""
     feature: str
@@ -65,11 +65,11 @@ _REGISTERED: dict[type[nn.Module], OwnEncoder] = {}
 def register(module_class: type[nn.Module], encoder: OwnEncoder) -> None:
     """Makes a class of torch modules known as encoders. Raises `UserError`."""
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise UserError(f"register_encoder: {module_class!r} is no class of torch modules; give one")
+        raise UserError(f"register_encoder: {module_class!r} is not a class of torch modules; give one")
     if not encoder.modality.isidentifier() or not encoder.example:
         raise UserError(
-            f"register_encoder: modality {encoder.modality!r} and example {encoder.example} are no name and shape; "
-            'give such as "points" and (1024, 3)'
+            f"register_encoder: modality {encoder.modality!r} and example {encoder.example} are not a name and a "
+            'shape; give, for example, "points" and (1024, 3)'
         )
     _REGISTERED[module_class] = encoder
 
@@ -84,14 +84,14 @@ class OwnConfig:
     hidden_size: int
     """Width inside."""
     output_size: int
-    """Width of what it hands on."""
+    """Width of its output."""
     shape_of: nn.Module = field(repr=False)
     """A copy without weights."""
     source: str | None = None
-    """How the run file names it."""
+    """Name of the encoder in the run file."""
     values: Mapping[str, Any] = field(default_factory=dict)
     blocks: OwnBlocks | None = None
-    """None: it is not cut."""
+    """Blocks between which the module is cut; None: it is not cut."""
     _counts: dict[Shape, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -99,7 +99,7 @@ class OwnConfig:
         return self.blocks.number if self.blocks else 0
 
     def num_tokens(self, shape: Shape) -> tuple[int, int]:
-        """How many tokens an item has inside, and how many are handed on. Raises `UserError` for one that the module
+        """Returns the numbers of tokens of an item inside and at the output. Raises `UserError` for one that the module
         cannot take."""
         if shape not in self._counts:
             # Its forward may do something else with items of another shape.
@@ -120,17 +120,17 @@ class OwnConfig:
 
 
 def own_config(module: nn.Module) -> OwnConfig | None:
-    """That of a module that was adopted; None of others."""
+    """Returns the `OwnConfig` of a module that was adopted; None for others."""
     return vars(module).get(_ATTRIBUTE)
 
 
 def encoder_config(module: nn.Module) -> Any:
-    """That of an encoder: its `OwnConfig`, or its configuration of transformers."""
+    """Returns an encoder's `OwnConfig`, or its transformers configuration."""
     return own_config(module) or module.config
 
 
 def emptied(module: nn.Module) -> nn.Module:
-    """What stands in the place of an encoder of the user's own on a stage that does not hold it."""
+    """Makes an empty module that replaces a user's own encoder on a stage that does not hold it."""
     empty = nn.Module()
     empty.__dict__[_ATTRIBUTE] = own_config(module)
     return empty
@@ -163,9 +163,11 @@ def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
     try:
         module = maker(**values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}.values: {source} cannot be made of them ({' '.join(str(error).split())})") from None
+        raise UserError(f"{key}.values: {source} cannot be made from them ({' '.join(str(error).split())})") from None
     if not isinstance(module, nn.Module):
-        raise UserError(f"{key}.module: {source} makes a {type(module).__name__}; give what makes a torch module")
+        raise UserError(
+            f"{key}.module: {source} makes a {type(module).__name__}, which is not a torch module; give another"
+        )
     config = adopt(module)
     if config is None:
         raise UserError(
@@ -212,7 +214,7 @@ def check_norms(module: nn.Module) -> None:
         if isinstance(part, _BatchNorm) and part.training:
             raise UserError(
                 f"encoder: {type(module).__name__} has a batch norm in training mode, which mixes the samples of a "
-                "microbatch; freeze the module, or take a norm of each sample (GroupNorm, LayerNorm)"
+                "microbatch; freeze the module, or use a norm over each sample (GroupNorm, LayerNorm)"
             )
 
 
@@ -239,7 +241,7 @@ def _run_on_meta(module: nn.Module, shape: Shape) -> Tensor:
 
 
 def _find_blocks(module: nn.Module, shape: Shape) -> OwnBlocks | None:
-    """None where training runs otherwise than evaluation, too."""
+    """Finds the list of blocks; None if there is none, or if training and evaluation run different modules."""
     try:
         found = [find_own_blocks(module.train(mode), lambda: _run_on_meta(module, shape)) for mode in (True, False)]
     finally:
@@ -248,7 +250,7 @@ def _find_blocks(module: nn.Module, shape: Shape) -> OwnBlocks | None:
 
 
 def _sizes(module: nn.Module, shape: Shape, blocks: OwnBlocks | None) -> tuple[torch.Size, torch.Size]:
-    """Of what the first block is given, and of what is returned: [items, tokens, width]."""
+    """Returns the sizes [items, tokens, width] of the first block's input and of the output."""
     inside: list[torch.Size] = []
     if blocks is None:
         output = _run_on_meta(module, shape).shape

@@ -1,4 +1,4 @@
-"""What a model computes, layer by layer, recorded while it runs on the meta device, where tensors have no memory.
+"""Records what a model computes, layer by layer, while it runs on the meta device, where tensors have no memory.
 
 The recorder sees every operator below autograd. A product of a matrix with a parameter, or with a view or copy of one,
 is a `Product`; an attention that goes through transformers' interface is an `Attend`; any other product is a `Mix` of
@@ -35,7 +35,7 @@ class Product:
     """Matrices (experts, heads), of which each row meets one."""
     kernel_area: int = 1
     slice: int = 0
-    """Where the matrix begins in the parameter."""
+    """Offset of the matrix in the parameter."""
     reads: int
     """Identifies the tensor that it reads."""
     reads_input: bool = False
@@ -77,7 +77,7 @@ class Trace:
     blocks: list[list[Event]]
     head: list[Event] = field(default_factory=list)
     num_tokens: int = 0
-    """Of the blocks' sequence."""
+    """Number of tokens of the blocks' sequence."""
     hidden_size: int = 0
     outputs: Any = None
 

@@ -56,7 +56,7 @@ UNBUILDABLE = (
     LookupError,
     ImportError,
 )
-"""What transformers raises for sizes that do not fit each other, and torch for operators without a meta kernel."""
+"""Exceptions that transformers raises for inconsistent sizes, and torch for operators without a meta kernel."""
 NUM_AUDIO_SAMPLES = 16_000
 NUM_TOKENS = 64
 """Length of the sequence that a language model is run on; a whole number of chunks, where it has some."""
@@ -78,7 +78,7 @@ def walk(request: ShapeRequest) -> ShapeCard:
             raise UserError(f": {error}") from None
         except UNBUILDABLE as error:
             reasons.append(" ".join(str(error).split())[:200])
-    raise UserError(f": {config.model_type} does not run ({reasons[0]}); change what stands in its configuration")
+    raise UserError(f": {config.model_type} does not run ({reasons[0]}); change its configuration")
 
 
 def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
@@ -113,7 +113,7 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
 
 
 def _part_of(config: Any, role: Role | None) -> Any:
-    """Of a model with several parts, the language model's or an encoder's configuration."""
+    """Returns the language model's or an encoder's configuration, of a model with several parts."""
     if role == "language_model":
         return config.get_text_config()
     parts = [getattr(config, key, None) for key in ("audio_config", "vision_config")] if role == "encoder" else []
@@ -136,7 +136,7 @@ def _model_class(config: PretrainedConfig, role: Role) -> Any:
     if family in MODEL_CLASSES[kind]:
         return model_class_of(family, kind)
     if kind == "decoder":
-        raise UserError(f": {family} captions nothing; give one of {', '.join(MODEL_CLASSES[kind])}")
+        raise UserError(f": {family} cannot be a caption decoder; give one of {', '.join(MODEL_CLASSES[kind])}")
     if kind == "language_model":
         if type(config) not in CAUSAL:
             raise UserError(f": {family} is an encoder; give a language model")
@@ -155,7 +155,7 @@ def _model_class(config: PretrainedConfig, role: Role) -> Any:
         each for each in found if each.config_class is type(config) and not each.__name__.endswith("PreTrainedModel")
     ]
     if len(own) != 1:
-        raise UserError(f": {family} is no encoder of transformers; give one")
+        raise UserError(f": {family} is not an encoder of transformers; give one")
     return own[0]
 
 
@@ -209,12 +209,12 @@ class _Walk:
             if isinstance(getattr(module, "config", None), PretrainedConfig):
                 module.config._attn_implementation = ATTENTION
         found = trace(self.model, self.blocks[1], self.inputs(num_tokens))
-        if self.is_causal:  # Some models hand on several vectors of a token.
+        if self.is_causal:  # Some models pass several vectors of a token from block to block.
             found.num_tokens = num_tokens
         return found
 
     def inputs(self, num_tokens: int) -> dict[str, Any]:
-        """What the model is run on: tokens, or one item of the encoder's native size."""
+        """Makes the model's inputs: tokens, or one item of the encoder's native size."""
         config: Any = self.config
         takes = inspect.signature(self.model.forward).parameters
         if "grid_thw" in takes:
@@ -252,7 +252,7 @@ class _Walk:
 
     @cached_property
     def cuts(self) -> TensorCuts | None:
-        """None: the model cannot be cut for tensor parallelism."""
+        """Cuts for tensor parallelism; None if the model cannot be cut."""
         try:
             cuts = tensor_cuts(self.model)
         except UserError:
@@ -418,7 +418,7 @@ class _LayerReader:
         )
 
     def _vectors(self, events: Any) -> int:
-        """Of as many elements, rounded half up."""
+        """Number of hidden vectors with as many elements as the events' tensors, rounded half up."""
         return int(sum(event.elements for event in events) / (self.num_tokens * self.traced.hidden_size) + 0.5)
 
     def _linears(self, events: Sequence[Event], part: Part, path: str = "") -> tuple[Linear, ...]:

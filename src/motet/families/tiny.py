@@ -18,7 +18,7 @@ NUM_LAYERS = 4
 WIDTH, NUM_HEADS, HEAD_DIM = 64, 4, 16
 WINDOW, THRESHOLD, MOST_POSITIONS = 8, 16, 64
 NUM_PATCHES = 16
-"""Of an image: 4 x 4."""
+"""Patches of an image: 4 x 4."""
 
 SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_|n_)?((hidden|decoder|encoder|num_decoder|num_encoder)_)?(layers?|blocks)", NUM_LAYERS),
@@ -136,7 +136,7 @@ def _shrunk(config: PretrainedConfig, media: bool) -> dict[str, Any]:
 
 
 def _tiny_media(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model of several modalities: images of 4 x 4 patches, and placeholders within the vocabulary."""
+    """Changes for a multimodal model: images of 4 x 4 patches, and placeholders within the vocabulary."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         found = MEDIA_TOKEN.fullmatch(key)

@@ -18,7 +18,7 @@ SIDE = 4
 """Patches of an image's side."""
 assert SIDE * SIDE == NUM_PATCHES
 NUM_FRAMES = 32
-"""Of a sound, before the encoder's own convolutions."""
+"""Frames of a sound, before the encoder's own convolutions."""
 MOST_PLACEHOLDERS = 80
 
 

@@ -1,9 +1,9 @@
-"""How many tokens an image or clip takes inside an encoder, and how many it hands on: from the configuration alone.
+"""Numbers of tokens of an image or clip inside an encoder and at its output, from the configuration alone.
 
 Pure: no torch, so that layouts can be written (and iterations simulated) without a model. A `grid` is what a family's
 positions and masks derive from:
 
-| family (`model_type` of its configuration) | grid | tokens inside | tokens handed on: "patch" / "full" |
+| family (`model_type` of its configuration) | grid | tokens inside | output tokens: "patch" / "full" |
 |---|---|---|---|
 | SigLIP | (patch rows, patch columns) | rows x columns | the same |
 | CLIP, DINOv2 | (patch rows, patch columns) | 1 + rows x columns | rows x columns / with the class token |
@@ -25,7 +25,7 @@ from motet.assignment.sample import Segment
 from motet.errors import UserError
 
 FeatureSelect = Literal["patch", "full"]
-"""Which of the last hidden states are handed on: "patch" leaves out class tokens and padding, "full" keeps all."""
+"""The hidden states that are the output: "patch" leaves out class tokens and padding, "full" keeps all."""
 
 Config = Mapping[str, Any] | Any
 """A transformers configuration: the object, or its complete `to_dict()`."""
@@ -36,7 +36,7 @@ LEGACY_END = 2
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Of one image, video or clip."""
+    """Token counts of one image, video or clip."""
 
     num_tokens: int
     """Inside the encoder."""
@@ -45,7 +45,7 @@ class TokenCounts:
     num_full: int
     """Handed on by the head under "full"."""
     first_patch: int = 0
-    """Where the tokens of "patch" begin among those of "full"."""
+    """Index of the first token of "patch" among those of "full"."""
 
 
 def token_counts(config: Config, grid: tuple[int, ...]) -> TokenCounts:
@@ -88,7 +88,7 @@ def grid_of(
 
 
 Pooling = Literal["alone", "first"]
-"""What a contrastive model's encoder outputs of an item: its pooled feature alone, or followed by all its features."""
+"""Output of a contrastive model's encoder for an item: its pooled feature alone, or followed by all features."""
 
 
 def pooled(segment: Segment, pooling: Pooling | None) -> Segment:
@@ -119,7 +119,8 @@ def encoder_segment(
 
 @dataclass(frozen=True)
 class Selection:
-    """What the head hands on of one item: of the `num_full` features of each tile, [first, first + num_tokens)."""
+    """Selection of one item's features after the head: of the `num_full` features of each tile, [first, first +
+    num_tokens)."""
 
     num_tiles: int
     num_full: int
@@ -261,7 +262,7 @@ _GRID_FROM = {
     "whisper": "num_mel_frames",
     "qwen2_audio_encoder": "num_mel_frames",
 }
-"""Of the families whose grid does not come from the image's size: which argument of `grid_of` it comes from."""
+"""Argument of `grid_of` that gives the grid, for families whose grid does not follow from the image's size."""
 
 
 def reads_text(config: Config) -> bool:
@@ -270,7 +271,7 @@ def reads_text(config: Config) -> bool:
 
 
 def modality_of(config: Config) -> str:
-    """What the encoder takes: "image", "audio", or what an encoder of the user's own was registered with. Raises
+    """Returns an encoder's modality: "image", "audio", or what a user's own encoder was registered with. Raises
     `UserError` for one of text."""
     if _model_type(config) in _OWN_MODALITIES:
         return _OWN_MODALITIES[_model_type(config)]

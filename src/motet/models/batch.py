@@ -68,7 +68,7 @@ class DictBatch:
 
     samples: tuple[Sample, ...]
     tensors: Mapping[str, Sequence[Mapping[str, Tensor]]]
-    """By module, for each sample."""
+    """Tensors of each sample, by module."""
 
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         return dict(self.tensors[module][sample])
@@ -76,14 +76,14 @@ class DictBatch:
 
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 BY_PRODUCTS = ("token_type_ids", "mm_token_type_ids")
-"""Of processors: they say nothing that the placeholders do not."""
+"""Outputs of processors that are ignored because placeholders carry the same information."""
 SIZE_KEY = {
     "qwen2_5_vl_vision": "image_grid_thw",
     "pixtral": "image_sizes",
     "whisper": "feature_attention_mask",
     "qwen2_audio_encoder": "feature_attention_mask",
 }
-"""By family: what tells the items' sizes. The others' are those of `pixel_values`."""
+"""Key of a batch with the items' sizes, by family; other families take the sizes of `pixel_values`."""
 NUM_DIMS = {"pixel_values": 4, "input_features": 3}
 
 
@@ -97,7 +97,7 @@ class Items:
     """Of each item, with a leading dimension along which those of a sample are concatenated."""
 
     def features_of(self, items: Sequence[int]) -> dict[str, Tensor]:
-        """Of a sample with these items."""
+        """Returns the features of a sample with these items."""
         own = [self.features[i] for i in items]
         return {key: torch.cat([f[key] for f in own]) for key in (own[0] if own else ())}
 
@@ -107,7 +107,7 @@ def _feature_key(encoder: ModalityModule) -> str:
 
 
 def _keys_of(encoder: ModalityModule) -> tuple[str, ...]:
-    """What it reads, and what tells its items' sizes."""
+    """Returns the keys that an encoder reads, and the key with its items' sizes."""
     size_key = SIZE_KEY.get(encoder.config.model_type)
     return (_feature_key(encoder),) if size_key is None else (_feature_key(encoder), size_key)
 
@@ -115,7 +115,7 @@ def _keys_of(encoder: ModalityModule) -> tuple[str, ...]:
 def _tensors_of_encoders(
     batch: Mapping[str, Any], encoders: Mapping[str, ModalityModule]
 ) -> dict[str, Mapping[str, Any]]:
-    """For each encoder, what the batch has for it."""
+    """Returns the batch's tensors for each encoder."""
     found: dict[str, Mapping[str, Any]] = {}
     readers: dict[str, str] = {}
     known = {*TEXT_KEYS, *BY_PRODUCTS}
@@ -154,8 +154,7 @@ def _read_items(name: str, encoder: ModalityModule, tensors: Mapping[str, Any], 
         rows = [frames * height * width for frames, height, width in grids]
     if sum(rows) != len(tensors[key]):
         raise UserError(
-            f"batch: {key} of {name} has {len(tensors[key])} rows, "
-            f"but {SIZE_KEY[config.model_type]} tells of {sum(rows)}"
+            f"batch: {key} of {name} has {len(tensors[key])} rows, but {SIZE_KEY[config.model_type]} has {sum(rows)}"
         )
     if outputs is not None and len(outputs) != len(grids):
         raise UserError(
@@ -176,7 +175,7 @@ def _read_items(name: str, encoder: ModalityModule, tensors: Mapping[str, Any], 
 
 
 def _grids(name: str, encoder: ModalityModule, tensors: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Of every item."""
+    """Returns the grid of every item."""
     key, config = _feature_key(encoder), encoder.config
     if own_config(encoder.module) is not None:
         if not isinstance(tensors[key], Tensor) or tensors[key].dim() < 2:
@@ -273,7 +272,7 @@ def _texts_of(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def _columns_of(mask: Tensor) -> list[slice]:
-    """Of each sample, the columns in which it stands. Raises `UserError` for one that is all padding, or has a gap."""
+    """Returns the columns of each sample. Raises `UserError` for one that is all padding, or has a gap."""
     columns = []
     for index, row in enumerate(mask.tolist()):
         if not any(row):
@@ -342,7 +341,7 @@ def _items_by_counts(name: str, counts: Sequence[int] | None, num_items: int) ->
 def _count_placeholders(
     llm: LanguageModelNode, name: str, texts: Sequence[Mapping[str, Tensor]], items: Items
 ) -> list[int]:
-    """Of each sample."""
+    """Counts the placeholders of each sample."""
     if name not in llm.placeholder_token_ids:
         if items.segments:
             raise UserError(
@@ -361,7 +360,8 @@ def _with_outputs_from_placeholders(
     counts: Sequence[int] | None,
     batch: Mapping[str, Any],
 ) -> Items:
-    """Where the user's own code may change how many tokens an item becomes, and does, its placeholders say it."""
+    """Takes numbers of outputs from the placeholders where the user's own code changes how many tokens an item
+    becomes."""
     is_known = all(callback is None for callback in encoder.callbacks[1:]) and type(encoder.projector) in (
         type(None),
         *PROJECTORS.values(),
@@ -371,7 +371,7 @@ def _with_outputs_from_placeholders(
     if counts is None or any(
         num_tokens % count if count else num_tokens for num_tokens, count in zip(placeholders, counts, strict=True)
     ):
-        raise UserError(f"batch: the placeholders of {name} do not tell its items apart; give num_{name}_outputs")
+        raise UserError(f"batch: the placeholders of {name} do not separate its items; give num_{name}_outputs")
     num_outputs = [n // count for n, count in zip(placeholders, counts, strict=True) for _ in range(count)]
     return replace(
         items,
@@ -492,7 +492,7 @@ def batch_of_towers(model: ModuleGraph, batch: Mapping[str, Any]) -> DictBatch:
 
 
 def _keys_of_tower(config: Any, feature: str) -> set[str]:
-    """What a tower reads."""
+    """Returns the keys that a tower reads."""
     if reads_text(config):
         return {feature, "attention_mask", *(["token_type_ids"] if config.model_type == "bert" else [])}
     return {feature, *(["feature_attention_mask"] if feature == "input_features" else [])}
@@ -507,7 +507,7 @@ def _check_keys(given: Any, known: Set[str], where: str) -> None:
 
 
 def _captions(batch: Mapping[str, Any], seen: Sequence[Segment | None]) -> list[dict[str, Tensor]]:
-    """Of each sample, `input_ids` and `labels`, without padding; empty where there is no caption, or nothing to see."""
+    """Returns `input_ids` and `labels` of each sample, without padding; empty without a caption, or without an item."""
     given = batch.get(DECODER)
     if not isinstance(given, Mapping) or "input_ids" not in given:
         raise UserError(f"batch: {DECODER} is missing; give it a dict with the captions' input_ids")
@@ -526,7 +526,7 @@ def _captions(batch: Mapping[str, Any], seen: Sequence[Segment | None]) -> list[
 def _tower_items(
     tower: TowerNode, key: str, given: Mapping[str, Any], present: Any
 ) -> tuple[list[Segment | None], list[dict[str, Tensor]]]:
-    """Of each sample; None and empty for those that have no item."""
+    """Returns each sample's item and features; None and empty for samples without an item."""
     name, config = tower.name, tower.config
     features = given.get(key)
     if not isinstance(features, Tensor) or features.dim() < 2:
@@ -560,7 +560,7 @@ def _tower_items(
 
 
 def _attended(config: Any, given: Mapping[str, Any], ids: Tensor, present: Tensor | None) -> list[slice]:
-    """Of each sample, the tokens that are attended to: all without a mask."""
+    """Returns the attended tokens of each sample: all if there is no mask."""
     kinds = given.get("token_type_ids")
     if config.model_type == "bert" and isinstance(kinds, Tensor) and kinds.any():
         raise UserError("batch: token_type_ids are not all 0; a tower's texts are of one kind, leave them out")

@@ -30,14 +30,14 @@ from motet.schedule.batch_sync import pairs_of, whole
 
 @dataclass(frozen=True)
 class CaptionDecoder:
-    """What makes a model CoCa-like (Yu et al. 2022): a captioning loss beside the contrastive one."""
+    """A caption decoder, which adds a captioning loss to the contrastive one, as in CoCa (Yu et al. 2022)."""
 
     module: Any
     """A GPT2LMHeadModel or BertLMHeadModel with cross-attention, as wide as the towers' features."""
     reads: str
     """The tower to whose features it attends."""
     loss_weight: float = 2.0
-    """Of the captioning loss, the mean over the captions' tokens."""
+    """Weight of the captioning loss, the mean over the captions' tokens."""
 
 
 class ContrastiveModule(ModuleGraph):
@@ -125,11 +125,11 @@ class ContrastiveModule(ModuleGraph):
         return batch_of_towers(self, batch)
 
     def embeddings(self, batch: Batch) -> dict[str, Tensor]:
-        """Of each tower: [samples that have an item for it, width], not normalized."""
+        """Returns each tower's features [samples that have an item for it, width], not normalized."""
         return self._pooled(self._outputs(batch), batch)
 
     def _outputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What each tower hands on: of the one that the decoder reads, each sample's features too."""
+        """Returns each tower's output; for the tower that the decoder reads, each sample's features too."""
         outputs = {name: self.run_node(name, batch, {}).hidden for name in self.towers}
         nothing = self.loss.logit_scale.new_zeros(0, self.width)
         return {name: nothing if output is None else output for name, output in outputs.items()}
@@ -172,7 +172,7 @@ def _num_loss_tokens(batch: Batch, name: str) -> int:
 
 
 def first_of_each(rows: Tensor, samples: Sequence[Sample], tower: str) -> Tensor:
-    """Of what a tower hands on: the first vector of each sample that has an item."""
+    """Returns the first vector of a tower's output for each sample that has an item."""
     counts = [sample.num_outputs(tower) for sample in samples if sample.has(tower)]
     firsts = torch.tensor([0, *counts[:-1]], device=rows.device).cumsum(0)[: len(counts)]
     return rows.index_select(0, firsts)
@@ -183,7 +183,7 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
         raise UserError(f"decoder: there is no tower {decoder.reads!r} to read; give one of {', '.join(towers)}")
     if not is_caption_decoder(decoder.module):
         raise UserError(
-            f"decoder: {type(decoder.module).__name__} attends to no encoder; give a GPT2LMHeadModel whose "
+            f"decoder: {type(decoder.module).__name__} does not attend to an encoder; give a GPT2LMHeadModel whose "
             "configuration has add_cross_attention=True, or a BertLMHeadModel with is_decoder=True too"
         )
     read = towers[decoder.reads]
@@ -196,7 +196,7 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
     hidden_size = decoder.module.config.hidden_size
     if hidden_size != width:
         raise UserError(
-            f"decoder: is {hidden_size} wide, but {decoder.reads} hands on features of {width}; give all towers "
+            f"decoder: is {hidden_size} wide, but {decoder.reads} outputs features of {width}; give all towers "
             f"projectors to {hidden_size}"
         )
 
@@ -207,7 +207,7 @@ def _check_tower(name: str, tower: ModalityModule) -> None:
     if family_of(tower.module).pool is None:
         raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no features of a whole item")
     if tower.feature_layer is not None:
-        raise UserError(f"towers: {name} has a feature_layer; a tower hands on what its encoder makes of a whole item")
+        raise UserError(f"towers: {name} has a feature_layer; a tower outputs its encoder's feature of a whole item")
 
 
 def _check_names(towers: Mapping[str, nn.Module]) -> None:
@@ -215,7 +215,7 @@ def _check_names(towers: Mapping[str, nn.Module]) -> None:
         if name in (CONTRASTIVE, DECODER):
             raise UserError(f"towers: {name!r} is the name of another module; give the tower another one")
         if "." in name or not name or hasattr(nn.ModuleDict, name):
-            raise UserError(f"towers: {name!r} cannot name a module of PyTorch; give the tower another name")
+            raise UserError(f"towers: {name!r} is not a valid name of a torch module; give the tower another name")
 
 
 def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> int:
@@ -223,5 +223,5 @@ def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> in
     width = next(iter(sizes.values())) if width is None else width
     for name, size in sizes.items():
         if size != width:
-            raise UserError(f"towers: what {name} hands on is {size} wide, not {width}; give it a projector to {width}")
+            raise UserError(f"towers: the output of {name} is {size} wide, not {width}; give it a projector to {width}")
     return width

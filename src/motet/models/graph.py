@@ -73,7 +73,7 @@ class ModalityModule(nn.Module):
         preprocess_callback: (inputs) -> inputs, before the module.
         postprocess_module_callback: (inputs, output) -> output, between module and projector.
         postprocess_projector_callback: (inputs, output) -> output, after the projector.
-        feature_layer: index into the encoder's hidden states of what is handed on (LLaVA: -2); None: its output.
+        feature_layer: index into the encoder's hidden states of those that are its output (LLaVA: -2); None: the last.
         feature_select: "patch" leaves out class tokens and padding, "full" hands all of them on.
 
     `motet.models.stages.encoder` says what callbacks are given and when they are called.
@@ -104,7 +104,7 @@ class ModalityModule(nn.Module):
         self.feature_layer = feature_layer
         self.feature_select = feature_select
         self.pooling: Pooling | None = None
-        """Of towers: hand on one vector of each item, or that vector and then all features of the item."""
+        """Pooling of towers: output one vector of each item, or that vector and then all features of the item."""
         given = projector if projector is not None else proj
         self.projector = given if isinstance(given, nn.Module) else None
         self.projector_kind = given if isinstance(given, str) else None
@@ -117,7 +117,7 @@ class ModalityModule(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of transformers; an `OwnConfig` for an encoder of the user's own."""
+        """The module's transformers configuration; an `OwnConfig` for an encoder of the user's own."""
         return encoder_config(self.module)
 
     @property
@@ -133,12 +133,12 @@ class ModalityModule(nn.Module):
 
     @property
     def projected_size(self) -> int:
-        """Width of what the module hands on."""
+        """Width of the module's output."""
         return self.output_size if self.projector is None else projected_size(self.projector)
 
     @property
     def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
-        """In call order."""
+        """Callbacks in call order."""
         return self.preprocess_callback, self.postprocess_module_callback, self.postprocess_projector_callback
 
     def build_projector(self, out_features: int, *, seed: int = 0) -> None:
@@ -190,11 +190,11 @@ class ModuleNode(ABC):
 
     @abstractmethod
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
-        """Of a typical sample, given the layouts of the nodes whose output enters this one."""
+        """Returns the layout of a typical sample, given the layouts of the nodes whose output enters this one."""
 
     @property
     def num_typical_loss_tokens(self) -> int:
-        """Of a typical sample."""
+        """Number of loss tokens of a typical sample."""
         return 0
 
     @property
@@ -254,7 +254,7 @@ class EncoderNode(ModuleNode):
 
     @property
     def config(self) -> Any:
-        """Of transformers, or an `OwnConfig`."""
+        """The encoder's transformers configuration, or an `OwnConfig`."""
         return self.module.config
 
     @property
@@ -294,7 +294,7 @@ class EncoderNode(ModuleNode):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TowerNode(EncoderNode):
-    """An encoder that hands on one vector of each item, and, if a caption decoder reads it, all features behind it."""
+    """An encoder that outputs one vector of each item, followed by all its features if a caption decoder reads it."""
 
     role: ClassVar[Role] = "tower"
 
@@ -359,7 +359,7 @@ class LanguageModelNode(ModuleNode):
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.module.module) else ())
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
-        """What the encoders hand on, and then some text."""
+        """Returns a layout of the encoders' outputs and then some text."""
         merged: list[Segment] = []
         if self.merge != "cross_attention":
             merged = [Segment(segments[0].outputs, source=name) for name, segments in sources.items()]
@@ -405,7 +405,7 @@ class LossNode(ModuleNode):
     pairs: tuple[Pair, ...]
     """The pairs of towers that are compared."""
     width: int
-    """Of the features."""
+    """Width of the features."""
 
     @property
     def parts(self) -> dict[str, nn.Module]:
@@ -440,7 +440,7 @@ class ModuleGraph(nn.Module, ABC):
     @property
     @abstractmethod
     def nodes(self) -> Mapping[str, ModuleNode]:
-        """By name, each after those whose output enters it."""
+        """Nodes by name, each after those whose output enters it."""
 
     @property
     @abstractmethod
@@ -448,8 +448,9 @@ class ModuleGraph(nn.Module, ABC):
 
     @abstractmethod
     def read_batch(self, batch: Mapping[str, Any]) -> Batch:
-        """What HuggingFace processors return (`motet.models.batch`). Reads configurations, callbacks and settings only,
-        no weights. Raises `UserError` naming the key that is missing, unknown or does not fit the others."""
+        """Reads a batch as HuggingFace processors return it (`motet.models.batch`). Reads configurations, callbacks and
+        settings only, no weights. Raises `UserError` naming the key that is missing, unknown or does not fit the
+        others."""
 
     @abstractmethod
     def run(self, batch: Batch) -> ModelOutput:
@@ -459,15 +460,15 @@ class ModuleGraph(nn.Module, ABC):
         """Runs in one process: `run` of what HuggingFace processors return."""
         if self.is_taken_over:
             raise UserError(
-                f"this {type(self).__name__} was handed to a parallel module, which has taken its modules; call that "
-                "one's execute"
+                f"this {type(self).__name__} was given to a parallel module, which now owns its modules; call the "
+                "parallel module's execute"
             )
         if self.training:
             self.freeze_eval_parts()
         return self.run(self.read_batch(batch))
 
     def parts(self) -> dict[str, nn.Module]:
-        """By name: `vision.module`, `vision.projector`, ..., `language_model.module`."""
+        """Parts by name: `vision.module`, `vision.projector`, ..., `language_model.module`."""
         return {f"{name}.{part}": module for name, node in self.nodes.items() for part, module in node.parts.items()}
 
     def freeze_eval_parts(self) -> None:
@@ -485,7 +486,7 @@ class ModuleGraph(nn.Module, ABC):
         }
 
     def train(self, mode: bool = True) -> Self:
-        """As usual, but frozen parts stay in evaluation mode."""
+        """Sets training mode as usual, but frozen parts stay in evaluation mode."""
         if self.training:
             self.freeze_eval_parts()
         super().train(mode)
@@ -511,7 +512,7 @@ class ModuleGraph(nn.Module, ABC):
         """The output of a node for all samples that have a layout in it, in one process; empty if there is none.
 
         Args:
-            outputs: by name, of the nodes before it: [tokens handed on by all samples, width].
+            outputs: of the previous nodes, by name: [output tokens of all samples, width].
         """
         members = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
         if not members:
@@ -528,7 +529,7 @@ class ModuleGraph(nn.Module, ABC):
     def incoming(
         self, name: str, batch: Batch, members: Sequence[int], outputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What enters a node for the samples `members`, by source."""
+        """Returns the inputs of a node for the samples `members`, by source."""
         found = {}
         for source in (edge.source for edge in self.edges if edge.target == name and edge.source in outputs):
             rows = outputs[source].split([sample.num_outputs(source) for sample in batch.samples])

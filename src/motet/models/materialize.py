@@ -73,7 +73,7 @@ LAYERS: Mapping[Kind, tuple[Callable[[nn.Module], int], Callable[[nn.Module, int
     "language_model": (num_causal_layers, causal_layer_parts),
     "decoder": (num_causal_layers, causal_layer_parts),
 }
-"""By kind: how many layers a model has, and the paths of a layer's sub-modules."""
+"""Functions that return a model's number of layers and the paths of a layer's sub-modules, by kind."""
 
 Parts = Mapping[int, tuple[str, ...]]
 """For every layer that is held, the paths of its sub-modules."""
@@ -107,7 +107,7 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
 
 
 def stored_model_type(part: PartConfig) -> str:
-    """Of what `hub` or `path` holds, which may be a model of several parts."""
+    """Returns the model_type of what `hub` or `path` holds, which may be a model of several parts."""
     return str(json.loads((stored_folder(part) / "config.json").read_text()).get("model_type", ""))
 
 
@@ -225,7 +225,7 @@ def build_own(part: Any, *, name: str, where: str, dtype: torch.dtype) -> nn.Mod
 
 
 def _outside_layers(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
-    """What belongs to no layer (rotary frequencies, and the modules that hold others). It has no parameters."""
+    """Returns the modules that belong to no layer (rotary frequencies, containers). They have no parameters."""
     return [
         module
         for name, module in model.named_modules()
@@ -274,7 +274,7 @@ def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
 
 
 def layer_seed(seed: int, name: str, layer: int) -> int:
-    """Of the random weights of the module `name`'s layer, which may be its projector."""
+    """Returns the seed of the random weights of a layer of the module `name`, or of its projector."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{layer}".encode()).digest()[:7])
 
 
@@ -305,13 +305,13 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
                 if value.shape != wanted[name].shape:
                     raise UserError(
                         f"{where}: {key} in {file} has shape {list(value.shape)}, the configuration makes it "
-                        f"{list(wanted[name].shape)}; values that replace stored ones must keep shapes"
+                        f"{list(wanted[name].shape)}; values that replace stored ones must keep the shapes"
                     )
                 wanted[name].copy_(value)
 
 
 def _stored_names(model: Any, folder: Path, where: str) -> dict[str, tuple[Path, str]]:
-    """By name in the model: the file and the name in it, as transformers' own loading translates them."""
+    """Returns the file and the stored name of each tensor of the model, as transformers' own loading maps them."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{where}.path: {folder} has no .safetensors file; save the model with save_pretrained")
@@ -327,7 +327,7 @@ def _stored_names(model: Any, folder: Path, where: str) -> dict[str, tuple[Path,
 
 
 def _prefix_of(names: Iterable[str], stored: Iterable[str]) -> str:
-    """What stands before every name in a folder of a model that contains this one (`encoder.` for Whisper)."""
+    """Returns the prefix of all names in a folder of a model that contains this one (`encoder.` for Whisper)."""
     stored, (first, *others) = set(stored), names
     if first in stored:
         return ""

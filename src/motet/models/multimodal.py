@@ -55,8 +55,7 @@ class MultimodalModule(ModuleGraph):
         rule_named(media_attention)
         if media_attention != "causal" and preprocess_callback is not None:
             raise UserError(
-                "preprocess_callback: goes with media_attention causal only; leave it out, or merge by placeholder or "
-                "prepend"
+                "preprocess_callback: requires media_attention causal; leave it out, or merge by placeholder or prepend"
             )
         if merge is None:
             merge = "placeholder" if placeholder_token_ids else "prepend"
@@ -79,7 +78,7 @@ class MultimodalModule(ModuleGraph):
             encoder.build_projector(width, seed=seed + i)
             if encoder.projected_size != width:
                 raise UserError(
-                    f"encoders: what {name} hands on is {encoder.projected_size} wide and the language model {width}; "
+                    f"encoders: the output of {name} is {encoder.projected_size} wide and the language model {width}; "
                     "give it a projector to that width"
                 )
         # Parts without trainable parameters were put into training mode with the others.
@@ -92,7 +91,7 @@ class MultimodalModule(ModuleGraph):
         return super().__getattr__(name)
 
     def modality_modules(self, *, encoders_only: bool = False) -> dict[str, ModalityModule]:
-        """By module name, encoders first; the language model is called `language_model`."""
+        """Modality modules by name, encoders first; the language model is called `language_model`."""
         modules: dict[str, ModalityModule] = dict(self.encoders.items())  # type: ignore[arg-type]
         return modules if encoders_only else {**modules, LANGUAGE_MODEL: self.language_model}
 

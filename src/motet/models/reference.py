@@ -76,7 +76,7 @@ def reference_loss(
 
 
 def plain_encoder_output(modality_module: Any, features: Mapping[str, Tensor], segments: Sequence[Segment]) -> Tensor:
-    """What one sample's items become: [sum of num_outputs, output size].
+    """Encodes one sample's items: [sum of num_outputs, output size].
 
     Args:
         modality_module: has `module` (the transformers encoder), `projector` and the three callbacks (or None each);
@@ -133,14 +133,14 @@ def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment
 
 
 def plain_own_output(model: Any, item: Tensor) -> Tensor:
-    """Of an encoder of the user's own, called with one item: [tokens, width]."""
+    """Encodes one item by an encoder of the user's own: [tokens, width]."""
     output = model(item[None])
     output = getattr(output, "last_hidden_state", output)
     return output.reshape(-1, output.shape[-1])
 
 
 def _leading(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Of every clip, what comes before the padding."""
+    """Returns the part of every clip before its padding."""
     return torch.cat([clip[: segment.outputs] for clip, segment in zip(hidden, segments, strict=True)])
 
 
@@ -155,7 +155,7 @@ def _pixtral_sizes(model: Any, segments: Sequence[Segment]) -> list[tuple[int, i
 
 
 def _encode_qwen2_audio(model: Any, mel: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """With padding masked, as `Qwen2AudioModel` calls its audio tower."""
+    """Encodes clips with padding masked, as `Qwen2AudioModel` calls its audio tower."""
     num_tokens = (mel.shape[-1] - 2) // 2 + 1
     frames = torch.tensor([segment.grid[0] if segment.grid else mel.shape[-1] for segment in segments])
     lengths = ((frames - 1) // 2 + 1).to(mel.device)
@@ -297,7 +297,7 @@ def _noised(objective: str, clean: Tensor, noise: Tensor, drawn: Any) -> tuple[T
 
 
 def _denoise(model: Any, connector: Any, noised: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
-    """What diffusers' own forward makes of one image."""
+    """Runs diffusers' own forward on one image."""
     given = {"hidden_states": noised, "timestep": timestep, "encoder_hidden_states": context}
     if connector.pooled is not None:
         given["pooled_projections"] = connector.pooled(context.mean(1))
@@ -344,7 +344,7 @@ def _cross_attention(ids: Tensor, media: Tensor) -> dict[str, Any]:
 def _items_of_tokens(
     sample: Sample, ids: Tensor, merge: str, placeholder_token_ids: Mapping[str, int]
 ) -> list[tuple[str, int] | None]:
-    """Of each token: the encoder and item whose output stands there; None: it is text."""
+    """Returns, for each token, the encoder and item whose output it is; None for text."""
     items: list[tuple[str, int] | None] = [None] * len(ids)
     front = 0
     for name in placeholder_token_ids:
@@ -362,7 +362,7 @@ def _items_of_tokens(
 def _attention_masks(
     config: Any, items: list[tuple[str, int] | None], media_attention: str, segments: tuple[Segment, ...]
 ) -> Any:
-    """What transformers takes: whether it sees, [1, 1, T, T]; by kind of layer where the model has several.
+    """Returns boolean masks [1, 1, T, T] in transformers' form, by kind of layer where the model has several.
 
     A sliding window cuts what a text token and a token of `block_causal` or `prefix` media sees, as in transformers'
     Gemma3."""

@@ -21,7 +21,7 @@ class LossAndGradients:
     loss: Tensor
     """The sum of the losses of all tokens with a label."""
     gradients: Mapping[str, Tensor]
-    """By name in the transformers model."""
+    """Gradients by name in the transformers model."""
 
 
 def text_samples(token_ids: Sequence[Tensor], name: str = "language_model") -> list[Sample]:

@@ -52,7 +52,7 @@ class ContextRows:
         self._pieces: dict[tuple[Route, int, int], Piece | None] = {}
 
     def received(self, route: Route) -> list[Rows] | None:
-        """By member of the receiving group: which rows it gets of what a route from another module carries. None: every
+        """Returns the rows that each member of the receiving group gets of a route from another module. None: every
         member gets all, or the route stays inside a module."""
         if route not in self._received:
             self._received[route] = self._derive_received(route)
@@ -95,7 +95,7 @@ class ContextRows:
         return Piece(rows, np.arange(len(rows)))
 
     def _resharded(self, route: Route, source_member: int, target_member: int) -> Piece | None:
-        """What two members of groups of unequal size both hold, as it is sent forward."""
+        """Returns the rows that two members of groups of unequal size both hold, as they are sent forward."""
         key = (route, source_member, target_member)
         if key not in self._pieces:
             cp_size = self._routes.stage(route.source).cp_size
@@ -113,7 +113,7 @@ class ContextRows:
         return self._pieces[key]
 
     def _held_inside(self, route: Route, cp_size: int) -> list[Rows] | None:
-        """By member of a group of this size: which rows it holds of what goes from stage to stage of one module."""
+        """Returns the rows that each member of a group of this size holds of a route inside a module."""
         assert self._held_tokens is not None
         options = self._routes.plan.modules[route.target.module].context
         first_layer = self._routes.stage(route.target).layers[0]

@@ -95,7 +95,7 @@ def _compute_rows(original: Compute, rows: Tensor, experts: Tensor, weights: Ten
 
 
 def _own_rows(original: Compute, num_own: int, tp: TensorParallel) -> Compute:
-    """Of experts over the tensor-parallel group: this rank's summand of the result."""
+    """Returns this rank's summand of the result, for experts over the tensor-parallel group."""
 
     def compute(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         token, slot = torch.nonzero(choices // num_own == tp.rank, as_tuple=True)
@@ -107,8 +107,8 @@ def _own_rows(original: Compute, num_own: int, tp: TensorParallel) -> Compute:
 
 
 def _exchanged_rows(original: Compute, num_own: int, tp: TensorParallel) -> Compute:
-    """Of experts over several replicas: the result for this rank's tokens; of several ranks that hold the same tokens,
-    each one's summand of it."""
+    """Returns the result for this rank's tokens, for experts over several replicas; of several ranks that hold the same
+    tokens, each one's summand of it."""
     group = tp.experts
     assert group is not None
 

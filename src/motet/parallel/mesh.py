@@ -235,7 +235,6 @@ def _check_members(reduction: Reduce, members: Sequence[tuple[int, ...]]) -> Non
         for place, rank in enumerate(places):
             if place_of.setdefault(rank, (place, len(places))) != (place, len(places)):
                 raise UserError(
-                    f"plan: rank {rank} stands at different places of the groups that hold layers {reduction.first}.."
-                    f"{reduction.last - 1} of {reduction.module}; give groups that have all their ranks in common, or "
-                    "none"
+                    f"plan: rank {rank} has different positions in the groups that hold layers {reduction.first}.."
+                    f"{reduction.last - 1} of {reduction.module}; give groups with all ranks in common, or none"
                 )

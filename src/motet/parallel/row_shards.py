@@ -34,7 +34,7 @@ class RowShard:
     rows: nn.Parameter
     """[number of own rows, ...]; what an optimizer updates."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     members: ShardGroup
 
     @property

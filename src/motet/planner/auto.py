@@ -11,7 +11,7 @@ Then `auto` tries the fastest few that do not fit with parameters that their rep
 (`motet.planner.sharing`), the best few under other schedules, and the best and the fastest that does not fit with
 sequence parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
 (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
-`motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
+`motet.planner.distmm.local_search` searches plans of contrastive towers.
 
 `own_layouts` has these families of layouts, some of which no paper has:
 
@@ -143,7 +143,7 @@ class EqualGroups(NamedTuple):
     size: int
     number: int
     shared: tuple[tuple[str, int], ...]
-    """As in `Layout`."""
+    """`Layout.shared` of the layout."""
 
     def layout(self, chunks: Sequence[Chunk], schedule: str | None = None) -> Layout:
         return Layout(
@@ -216,7 +216,7 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
 @dataclass(frozen=True)
 class Choice:
     evaluation: Evaluation
-    """Of the chosen plan; its `planner` is auto."""
+    """Evaluation of the chosen plan, whose `planner` is auto."""
     found_by: str
     """The named planner whose plan was chosen, or auto."""
     named: Mapping[str, Evaluation]

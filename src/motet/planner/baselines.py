@@ -113,7 +113,8 @@ def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
 
 
 def _stage_counts(problem: PlanningProblem, for_encoders: int, for_the_rest: int) -> dict[str, int] | None:
-    """None if some module cannot have as many stages. Several sinks share the rest evenly."""
+    """Returns the number of stages of each module; None if some module cannot have so many. Several sinks share the
+    rest evenly."""
     num_sinks = len(problem.sinks)
     counts = dict.fromkeys(problem.sources, for_encoders)
     counts |= {name: for_the_rest // num_sinks + (i < for_the_rest % num_sinks) for i, name in enumerate(problem.sinks)}

@@ -70,7 +70,8 @@ def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> Non
     workload = problem.modules[name].workload
     if workload.family in NO_CONTEXT_PARALLELISM or not workload.shares_tokens:
         raise UserError(
-            f"parallel: {name}.cp is {degrees.cp}, but ranks cannot share the tokens of a {workload.family}; give cp 1"
+            f"parallel: {name}.cp is {degrees.cp}, but context parallelism is not supported "
+            f"for a {workload.family}; give cp 1"
         )
     samples_each = -(-len(problem.samples) // (problem.num_microbatches * degrees.dp))
     longest = samples_each * max(sample.num_tokens(name) for sample in problem.samples)
@@ -107,8 +108,8 @@ def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
 
 
 def template_cp_sizes(problem: PlanningProblem, name: str, dp: int | None = None) -> list[int]:
-    """As `cp_sizes`, for templates, whose encoders may have context parallelism too. `dp` None: one replica more than
-    there may be failures."""
+    """Returns `cp_sizes` for templates, whose encoders may have context parallelism too. `dp` None: one replica more
+    than there may be failures."""
     module = problem.modules[name]
     num_replicas = problem.failures + 1 if dp is None else dp
     return [

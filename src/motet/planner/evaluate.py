@@ -38,7 +38,7 @@ class Overflow:
         needed, limit = self.needed_bytes / 2**20, self.limit_bytes / 2**20
         return (
             f"rank {self.rank} needs {needed:.0f} MiB, {needed - limit:.0f} MiB more than the {limit:.0f} MiB "
-            "that may be used; more stages or tensor parallelism, recompute, zero1 or smaller microbatches would help"
+            "that may be used; use more stages or tensor parallelism, recompute, zero1 or smaller microbatches"
         )
 
 
@@ -156,8 +156,8 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
         return Prepared(costs(whole), None, None)
     folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
     fewer = None
-    # Where members of a group exchange keys or parameters, or towers are contrasted, compute times depend on the place
-    # on the nodes.
+    # Where members of a group exchange keys or parameters, or contrastive towers exchange features, compute times
+    # depend on the placement on nodes.
     depends_on_nodes = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
     depends_on_nodes = depends_on_nodes or any(module.shares_over_replicas for module in plan.modules.values())
     if not depends_on_nodes and problem.cluster.num_nodes > 1:

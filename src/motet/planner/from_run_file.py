@@ -106,7 +106,7 @@ def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) ->
         near = closest(schedule.lower(), GENERATORS, "give one of")
         raise UserError(f"parallel.schedule: {schedule!r} is not known; {near}")
     if schedule in CONTRASTING and not graph.of_kind("loss"):
-        raise UserError(f"parallel.schedule: {schedule} is for towers that a loss contrasts; give 1f1b")
+        raise UserError(f"parallel.schedule: {schedule} is for contrastive towers; give 1f1b")
 
 
 def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> None:
@@ -119,8 +119,8 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
             if not able and own.cp not in (None, (1,)):
                 kind = workload.family if workload.kind == "encoder" else workload.kind
                 raise UserError(
-                    f"parallel.limits.modules.{name}.cp: is {list(own.cp)}, but ranks cannot share the tokens of a "
-                    f"{kind}; leave it out"
+                    f"parallel.limits.modules.{name}.cp: is {list(own.cp)}, but context parallelism is not "
+                    f"supported for a {kind}; leave it out"
                 )
             continue
         if name in workloads:
@@ -149,7 +149,8 @@ def _explicit_contrastive_plan(config: RunConfig, problem: PlanningProblem) -> P
     for name, given in parallel.explicit.items():
         if given.cp > 1:
             raise UserError(
-                f"parallel.explicit.{name}.cp: is {given.cp}, but towers and decoders have whole items; give 1"
+                f"parallel.explicit.{name}.cp: is {given.cp}, but context parallelism is not "
+                "supported for towers and decoders; give 1"
             )
     if parallel.placement == "replicated":
         raise UserError(

@@ -66,7 +66,7 @@ def build_plan(
     frozen_aware: bool = True,
     planner: str = "explicit",
 ) -> Plan:
-    """As `explicit_plan`, on any number of ranks."""
+    """Builds a plan like `explicit_plan`, on any number of ranks."""
     _check(problem, degrees, placement)
     cuts = {name: cut_module(problem, name, degrees[name], frozen_aware=frozen_aware) for name in problem.modules}
     num_shares = gcd(*(degrees[name].dp for name in problem.modules))

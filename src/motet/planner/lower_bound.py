@@ -204,7 +204,7 @@ def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
 
 
 def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By module and layer: the least time before its first action, and after its last."""
+    """Returns the least time before the first action of each layer, and after its last, by module."""
     heads: dict[str, list[float]] = {}
     backs: dict[str, list[float]] = {}
     one: dict[str, tuple[list[float], list[float]]] = {}
@@ -255,7 +255,7 @@ def _from(
     name: str,
     layer: int,
 ) -> float:
-    """From the start of a layer's forward to the end of its backward."""
+    """Time from the start of a layer's forward to the end of its backward."""
     return after_forward[name][layer] + one[name][0][layer] + one[name][1][layer]
 
 

@@ -233,7 +233,7 @@ class PlanningProblem:
 
     @property
     def towers(self) -> tuple[str, ...]:
-        """The modules that are contrasted."""
+        """The contrastive towers."""
         return tuple(name for name, module in self.modules.items() if module.workload.kind == "tower")
 
     @property

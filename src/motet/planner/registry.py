@@ -32,7 +32,7 @@ from motet.planner.templates.planner import oobleck
 class Planner:
     plan: PlanFunction
     plans_towers: bool = False
-    """Whether it plans towers that a loss contrasts."""
+    """Whether it plans contrastive towers."""
     chooses_cp: bool = False
     """Whether it chooses context-parallel sizes."""
     chooses_num_devices: bool = False
@@ -107,15 +107,15 @@ def make_plan(
     if problem.loss_module is not None and not PLANNERS[planner].plans_towers:
         able = ", ".join(name for name, entry in PLANNERS.items() if entry.plans_towers)
         raise UserError(
-            f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
-            f"contrasts; give {able} or explicit"
+            f"parallel.planner: {planner} lays out encoders and a language model, but the model has contrastive "
+            f"towers; give {able} or explicit"
         )
     check_limits(problem)
     return _plan_within_limits(problem, planner, placement=placement)
 
 
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
-    """What planner `auto` chooses: the fastest of the named planners' plans and its own.
+    """Chooses for planner `auto`: the fastest of the named planners' plans and its own.
 
     Raises `UserError` if there is no plan."""
     tried = [name for name, entry in PLANNERS.items() if entry.is_tried_by_auto]

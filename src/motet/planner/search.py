@@ -260,7 +260,7 @@ class Unit:
 
 
 def _units(problem: PlanningProblem, sizes: Mapping[str, Degrees], placement: Placement) -> list[Unit] | None:
-    """None if modules that would share ranks differ in tensor parallelism."""
+    """Returns groups of modules that share ranks; None if they differ in tensor parallelism."""
 
     def unit(names: tuple[str, ...], is_sink: bool) -> Unit:
         return Unit(names, sizes[names[0]].ranks_per_stage, min(most_stages(problem, name) for name in names), is_sink)

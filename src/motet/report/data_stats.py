@@ -42,7 +42,7 @@ class ModuleStats:
     video_frames: Floats
     """[videos] frames that are read."""
     video_tokens: Floats
-    """[videos] tokens that are handed on."""
+    """Output tokens of each video."""
 
     @property
     def share_of_samples(self) -> float:
@@ -78,12 +78,12 @@ class DataStats:
     """Number of batches whose iterations were predicted."""
     modules: Mapping[str, ModuleStats]
     ratios: Mapping[str, RatioStats]
-    """By encoder."""
+    """Ratios by encoder."""
     profiling_size: ProfilingSize | None
     """b_min; its allocation is in the order of `modules`."""
     why_no_profiling_size: str | None
     assignments: Mapping[str, AssignmentStats]
-    """By name, the plan's assignment first."""
+    """Statistics of assignments by name, the plan's own first."""
 
 
 def data_stats(

@@ -2,8 +2,8 @@
 
 A picture of timelines has one lane per rank (one rank can stand for several with the same timeline) and one colour per
 module, whose shade tells the kind of action; messages are not drawn. Several timelines (predicted and measured) stand
-below each other on one time axis. Limit: with more than some thousand spans single spans cannot be told apart; use the
-trace (`motet.report.timelines.save_trace`) instead.
+below each other on one time axis. Limit: more than some thousand spans are too narrow to distinguish; use the trace
+(`motet.report.timelines.save_trace`) instead.
 
 A picture of memory has a line for each rank, and the limit of the device. Limit: only the `MAX_LINES` highest distinct
 curves are drawn.

@@ -55,7 +55,7 @@ def _line(share_s: dict[tuple[int, str], float], width: int, column_s: float) ->
 
 
 def _letters(modules: Iterable[str]) -> dict[str, str]:
-    """By module, the first letter of its name that no other module has."""
+    """Returns a letter for each module: the first of its name that no other module has."""
     taken: dict[str, str] = {}
     for module in modules:
         free = [c for c in module.lower() + "abcdefghijklmnopqrstuvwxyz" if c.isalpha() and c not in taken.values()]

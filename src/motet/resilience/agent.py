@@ -64,7 +64,7 @@ class NodeAgent:
     """`run` returns when the node's part is over: finished, left or lost. Times are by `time.monotonic()`."""
 
     node: int | None
-    """None: the node joins as soon as its processes are ready."""
+    """Number of the node; None: the node joins as soon as its processes are ready."""
     store: Store
     processes: Sequence[WatchedProcess]
     successor: Successor
@@ -188,7 +188,7 @@ class NodeAgent:
         return True
 
     def _why_out(self) -> str | None:
-        """None: this node has left, or the plan has no place for it."""
+        """Returns the reason why this node is out; None if it left on a warning, or the plan has no place for it."""
         if self._failure is not None:
             return f"node {self.node} was lost: {self._failure}"
         return self.membership.stop if self.membership is not None else None

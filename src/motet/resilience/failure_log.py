@@ -16,7 +16,7 @@ FAILURES = "failures.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What is logged of one recovery."""
+    """Log entry of one recovery."""
 
     membership: Membership
     changes: tuple[Change, ...] = ()
@@ -30,7 +30,7 @@ class Recovery:
     missing: tuple[str, ...]
     """Names of parameters or states that no rank held any more."""
     seconds: float
-    """From the notice on this rank until all ranks had what they need."""
+    """Seconds from the notice on this rank until all ranks had what they need."""
     restarts: int
     """How often all nodes had been restarted before."""
 

@@ -92,7 +92,7 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 _Outcome = SimpleQueue[tuple[Any, BaseException | None]]
-"""What a wait returned or raised."""
+"""Result or exception of a wait."""
 _Tasks = SimpleQueue[tuple[Callable[[], Any], _Outcome] | None]
 
 

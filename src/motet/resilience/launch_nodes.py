@@ -61,7 +61,7 @@ LOOPBACK = "127.0.0.1"
 ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
 """Errors of training processes that are told apart; all others are of kind `failure`."""
 FINAL_ERRORS = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
-"""What is raised for kinds after which the nodes are not restarted."""
+"""Exceptions by kind of end after which the nodes are not restarted."""
 RETRY_S = 0.2
 """Interval between two looks for a store that was lost."""
 

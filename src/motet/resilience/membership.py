@@ -26,7 +26,7 @@ RUN = "run"
 """JSON of the `RunRecord`."""
 
 Values = Mapping[str, str]
-"""What a store holds, by key."""
+"""Values of a store, by key."""
 KeyKind = Literal["node", "alive", "membership", "meeting", "done", "left", "result", "logged", "seen_end"]
 
 
@@ -58,7 +58,7 @@ class Change:
     kind: Kind
     node: int
     how: str
-    """Of a lost node: what died and how, in words."""
+    """Description of a loss: what died, and how."""
     noticed_at: float
     """Seconds since the epoch, by the clock of the node that noticed."""
 
@@ -69,7 +69,7 @@ class Membership:
 
     generation: int
     nodes: tuple[int, ...]
-    """In the order of ranks: with n devices a node, nodes[i] has the ranks [i n, (i + 1) n)."""
+    """Nodes in the order of ranks: with n devices a node, nodes[i] has the ranks [i n, (i + 1) n)."""
     leaving: tuple[int, ...] = ()
     """Nodes that only send what they hold; their ranks follow all others'. Nobody trains meanwhile."""
     waiting: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Membership:
     is_urgent: bool = True
     """Something has died: do not wait for the iteration to end."""
     note: str = ""
-    """What the plan does about the changes, in words."""
+    """Description of how the plan responds to the changes."""
     stop: str | None = None
     """Why the training cannot continue; None: it can."""
     saves_checkpoint: bool = True
@@ -150,11 +150,11 @@ def store_timeout_s(detect_s: float) -> float:
 
 @dataclass(frozen=True)
 class MembershipNotice:
-    """What the agent sends to one training process: a membership, and the process's rank in it."""
+    """Message of the agent to one training process: a membership, and the process's rank in it."""
 
     membership: Membership
     rank: int | None
-    """None: the process waits, as its node is a spare."""
+    """Rank of the process; None: the process waits, as its node is a spare."""
     run: "RunRecord"
     host: str
     """This machine's address: rank 0 opens the meeting place there."""
@@ -166,7 +166,7 @@ class MembershipNotice:
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """What the agent sends to all its processes: where the ranks of a membership meet."""
+    """Message of the agent to all its processes: where the ranks of a membership meet."""
 
     generation: int
     address: Address
@@ -188,7 +188,7 @@ read where the run is started."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What all nodes of a run must agree on. It is in the store before any node comes."""
+    """The facts that all nodes of a run share. It is in the store before any node joins."""
 
     config: dict[str, Any]
     """The run file as JSON."""

@@ -79,7 +79,7 @@ class StoppedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells all others when they meet. The defaults are those of a new process."""
+    """The state that a rank reports to all others when they meet. The defaults are those of a new process."""
 
     restored_in: int = 0
     """The generation in which everything was last loaded or initialised. Older state is of no use."""

@@ -76,7 +76,7 @@ class ItemDescription:
     num_bytes: int
     """Bytes of the whole item."""
     steps: float
-    """For moments: number of updates so far."""
+    """Number of updates so far, for moments."""
 
     @property
     def share(self) -> float:
@@ -89,7 +89,7 @@ class ItemDescription:
 
 
 RankContents = Mapping[Item, ItemDescription]
-"""What one rank holds, or needs."""
+"""Items that one rank holds, or needs."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class TransferPlan:
     moved_bytes: int
     dims: Mapping[Item, int]
     steps: Mapping[str, float]
-    """By parameter: number of updates so far."""
+    """Number of updates so far, by parameter."""
 
     @property
     def missing_descriptions(self) -> tuple[str, ...]:
@@ -293,7 +293,7 @@ def _messages(transfer: TransferPlan) -> list[list[Copy[Item]]]:
 
 
 Groups = Mapping[str, tuple[int, ...]]
-"""By parameter: the ranks that hold a replica of it together with this one, in the order of their shards."""
+"""Ranks that hold a replica of each parameter together with this one, in the order of their shards."""
 
 
 def parameter_groups(local: LocalState) -> Groups:

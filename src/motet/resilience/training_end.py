@@ -1,4 +1,4 @@
-"""Begins a training in its store, and sees how it ends."""
+"""Starts a training in its store, and waits for its end."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class TrainingEnd:
-    """How a training ended. Without a result or a failure, all nodes were lost."""
+    """The end of a training. Without a result or a failure, all nodes were lost."""
 
     result: str | None
     """JSON from rank 0."""

@@ -1,5 +1,5 @@
-"""Values that ranks tell each other, and calls that succeed or fail on all ranks alike, so that one rank's failure
-leaves no other waiting.
+"""Exchange of Python values between ranks, and calls that fail on all ranks if they fail on one, so that one rank's
+failure leaves no other waiting.
 
 Values travel as JSON in tensors, of a type that both sides name, and are validated on arrival: torch's own collectives
 of objects would unpickle, and so run, whatever another rank sends.

@@ -24,7 +24,7 @@ from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, Op
 from motet.shapes.module_shape import QUERY_TOKENS
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""By `train.dtype`. bfloat16 is autocast: parameters, gradients and what travels between stages stay in float32."""
+"""Dtypes of parameters by `train.dtype`. bfloat16 is autocast: parameters, gradients and messages stay in float32."""
 
 
 def pick_device(config: RunConfig, local_rank: int) -> torch.device:
@@ -142,7 +142,7 @@ def part_learning_rates(config: RunConfig) -> dict[str, float]:
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
-    """With `train.failures`, the owners of states under ZeRO-1 are chosen later (`Optimizer.keep_alone`)."""
+    """Makes the optimizer. With `train.failures`, ZeRO-1's owners are chosen later (`Optimizer.keep_alone`)."""
     zero1 = config.parallel.zero1 and config.train.failures is None
     assert not (zero1 and model.sharded), "run files and plans in which both shard the states are refused"
     train = config.train

@@ -129,8 +129,9 @@ class Engine:
         """Keeps context sequences alive for the stages, which find them by their contents."""
 
     def keep_ahead(self, num_batches: int) -> None:
-        """What was derived of so many batches in advance, and of the one that is run: none is cut twice. Threads derive
-        it, and may overtake each other: so many may come after a batch that is still to be run, twice over."""
+        """Keeps what was derived for so many batches in advance and for the running one, so that none is derived twice.
+
+        Threads that derive it may overtake each other, so twice as many are kept."""
         number = max(MIN_ASSIGNMENTS, 2 * num_batches + 1)
         self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
 
@@ -242,7 +243,7 @@ class Engine:
         self._prepared.append((samples, contexts))
 
     def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
-        """By module, the indices into a global batch of the samples whose tensors this rank's stages read."""
+        """Returns, for each module, the indices of the samples whose tensors this rank's stages read."""
         assignment = self.assignment(samples)
         places: dict[str, set[int]] = {}
         for (module, replica, _), runner in self.executor.runners.items():

@@ -157,7 +157,7 @@ class Executor:
         return self._overlapping.get(stage, ()) if is_final else ()
 
     def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
-        """What a route, or the way back on it, brings to this rank."""
+        """Receives what a route, or its gradient route, brings to this rank."""
         value, gradient, rank = kind(route.source, route.target), kind is Gradient, self.mesh.rank
         runner = self.runners[(route.source if gradient else route.target)[:3]]
         messages = self._mailbox.awaited(value)

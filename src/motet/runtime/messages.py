@@ -1,4 +1,4 @@
-"""Values that go between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
+"""Messages between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
 
 Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
 program reaches them and waited for when their value is read. Each message has a tag of its own (gloo honours it; NCCL
@@ -38,7 +38,7 @@ class LocalProgram:
     uses: Mapping[Carried, int]
     """How often a value computed here is used here: once for each send, and once if it is read here."""
     final_backwards: Mapping[tuple[str, int, int], Compute]
-    """By (module, replica, stage): the last backward, or half of one, in which weights of the stage get a gradient."""
+    """The last backward, or half of one, that gives weights of a stage a gradient, by (module, replica, stage)."""
     split: frozenset[Cell]
     """Cells whose backward runs in two halves."""
     gathered_by_block: frozenset[tuple[str, int, int]]
@@ -150,7 +150,7 @@ class Mailbox:
         return [receive.message for receive in self._receives.get(value, ())]
 
     def take(self, value: Carried) -> list[Tensor]:
-        """What these messages bring, when all of it is there."""
+        """Waits for these messages and returns their content."""
         receives = self._receives.pop(value, [])
         for receive in receives:
             self._wait(receive)

@@ -82,7 +82,7 @@ FIVE_MINUTES = timedelta(minutes=5)
 
 
 class LoadedKeys(NamedTuple):
-    """As torch's `load_state_dict` returns them."""
+    """Missing and unexpected keys, as torch's `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -239,7 +239,7 @@ class ParallelModule(nn.Module):
         return copy.deepcopy(model, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """That of the whole model, as it was given, on the CPU of rank 0; {} on other ranks. Collective."""
+        """Returns the state dict of the whole model, on the CPU of rank 0; {} on other ranks. Collective."""
         whole = self.whole_model()
         return {} if whole is None else whole.state_dict(*args, **kwargs)
 
@@ -327,7 +327,7 @@ class ParallelModule(nn.Module):
         return state.step
 
     def _as_graph(self, whole: nn.Module) -> ModuleGraph:
-        """What `whole_model` returned, as the graph of modules that it was made of."""
+        """Returns the graph of modules of a model that `whole_model` returned."""
         return cast(ModuleGraph, whole)
 
     def _read(self, batch: Mapping[str, Any]) -> Batch:
@@ -364,7 +364,7 @@ class _GivenGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How one module of a `MultimodalModule` is laid out."""
+    """Layout of one module of a `MultimodalModule`."""
 
     tp_size: int = 1
     """Size of the tensor-parallel groups."""
@@ -394,7 +394,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True)
 class MultimodalParallelSpec:
-    """How a whole model is laid out; `apply` does it. The fields are the arguments of `MultimodalParallelModule`."""
+    """Layout of a whole model, which `apply` applies. The fields are the arguments of `MultimodalParallelModule`."""
 
     encoder_specs: Mapping[str, ParallelSpec]
     language_model_spec: ParallelSpec
@@ -509,7 +509,7 @@ class MultimodalParallelModule(ParallelModule):
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """How one tower, or the caption decoder, of a `ContrastiveModule` is laid out."""
+    """Layout of one tower, or of the caption decoder, of a `ContrastiveModule`."""
 
     tp_size: int = 1
     """Size of the tensor-parallel groups."""
@@ -518,7 +518,7 @@ class TowerSpec:
     dp_size: int = 1
     """Number of replicas; towers need not have equally many."""
     num_microbatches: int = 1
-    """Of each replica's share of a contrastive batch."""
+    """Microbatches of each replica's share of a contrastive batch."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers as docs/architecture.md counts them; None: cut by their costs."""
 
@@ -597,7 +597,7 @@ class ContrastiveParallelModule(ParallelModule):
         return next((stage.module.logit_scale for stage in stages if isinstance(stage, ContrastiveStage)), None)
 
     def whole_model(self) -> nn.Module | None:
-        """As `ParallelModule.whole_model`, and as it was given: a CLIPModel came in, one comes out."""
+        """Like `ParallelModule.whole_model`, in the class that was given: a CLIPModel for a CLIPModel."""
         whole = super().whole_model()
         return whole if self._is_contrastive or whole is None else to_transformers(cast(ContrastiveModule, whole))
 
@@ -619,16 +619,16 @@ class ContrastiveParallelModule(ParallelModule):
 def check_ready(model: ModuleGraph) -> None:
     """Freezes parts in evaluation mode. Raises `UserError` if the model cannot be parallelized, or not any more."""
     if not dist.is_initialized():
-        raise UserError("there is no process group; call torch.distributed.init_process_group before")
+        raise UserError("there is no process group; call torch.distributed.init_process_group first")
     if model.is_taken_over:
-        raise UserError(f"this {type(model).__name__} was parallelized before; build it anew")
+        raise UserError(f"this {type(model).__name__} was parallelized before; build a new one")
     owner: dict[int, str] = {}
     for part, module in model.parts().items():
         for name, parameter in module.named_parameters():
             first = owner.setdefault(id(parameter), part)
             if first != part:
                 raise UserError(
-                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep alike; "
+                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep equal; "
                     "give each a copy of its own (copy.deepcopy)"
                 )
     if model.training:
@@ -663,7 +663,7 @@ def _without_weights(model: ModuleGraph) -> ModuleGraph:
 
 
 def _kept_callbacks(model: ModuleGraph) -> dict[int, Any]:
-    """For `copy.deepcopy`: functions of the user's are not copied with what they are bound to."""
+    """Prevents `copy.deepcopy` from copying the objects that the user's callbacks are bound to."""
     return {id(callback): callback for node in model.nodes.values() for callback in node.callbacks}
 
 
@@ -714,7 +714,7 @@ def _check_schedule(schedule: str) -> None:
 def _planning_problem(
     model: ModuleGraph, tp_sizes: set[int], *, packing: bool = False, **options: Any
 ) -> PlanningProblem:
-    """Of the model on this many CPU devices: layouts are given, costs only balance stages."""
+    """Makes a planning problem of the model on CPU devices; the layout is given, so costs only balance stages."""
     cluster = cpu_cluster(dist.get_world_size())
     workloads = {name: node.workload(packing=packing) for name, node in model.nodes.items()}
     return PlanningProblem(

@@ -30,7 +30,7 @@ class Saved:
     output: StageOutput
     """The roots of the backward. Where the backward runs the forward again, dropped when the routes have taken it."""
     split: SplitBackward | None
-    """None: the backward is whole."""
+    """The split backward; None if the backward is whole."""
 
 
 class StageRunner:
@@ -201,7 +201,7 @@ class StageRunner:
         return carried
 
     def _shares(self, cell: Cell) -> Shares | None:
-        """Which rank puts what into a contrastive loss."""
+        """Returns the rows that each rank contributes to a contrastive loss."""
         return None
 
     def _casting(self) -> AbstractContextManager[object]:
@@ -229,7 +229,7 @@ class StageRunner:
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
 
-        The roots are the hidden states that were handed on, with the gradients that came back for them, and the loss.
+        The roots are the hidden states that were output, with the gradients received for them, and the loss.
         Where the backward is split this is its input half, and `backward_weight` has to follow.
 
         Args:
@@ -300,7 +300,7 @@ class StageRunner:
         return rows_of(route.samples, present, self._batch.samples, self.data_module, target)
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
-        """By source module, its rows in the order of this microbatch's samples."""
+        """Returns the rows of each source module, in the order of this microbatch's samples."""
         parts: dict[str, list[Route]] = {}
         for route in leaves:
             if route.source.module != self.name:

@@ -1,4 +1,5 @@
-"""The smallest things that a schedule orders. Each prints as a short text and parses back; it also names its span.
+"""Actions, the smallest units that a schedule orders. Each prints as a short text and parses back; it also names its
+span.
 
 | action | text | meaning |
 |---|---|---|

@@ -185,7 +185,7 @@ class Dependencies:
 
     @cached_property
     def stage_cells(self) -> dict[tuple[str, int, int], StageCells]:
-        """By module, replica and stage, of those that have cells."""
+        """Stages with cells, by module, replica and stage."""
         return {stage[:3]: stage for stage in self.routes.stages}
 
     def summed_cells(self, reduce: Reduce) -> Ints:
@@ -214,8 +214,8 @@ class Dependencies:
         return self._values(action, self._carried_read_lists, self._kept_read_list)
 
     def reads_on(self, action: Action, rank: int) -> list[Value]:
-        """What of it must be on one of the action's ranks. A loss's member brings the features that it holds; those of
-        the others it gets within the action."""
+        """Returns the values of an action that one of its ranks must hold. A loss's member brings the features that it
+        holds; those of the others it gets within the action."""
         values = self.reads(action)
         if isinstance(action, Compute) and self.routes.plan.modules[action.cell.module].kind == "loss":
             return [v for v in values if not isinstance(v, Activation) or rank in self.routes.stage(v.source).ranks]

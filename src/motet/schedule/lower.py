@@ -1,4 +1,4 @@
-"""From a schedule to a program: reductions and messages are added, and everything is put into one total order.
+"""Lowers a schedule to a program: adds reductions and messages, and puts everything into one total order.
 
 Every rank runs its projection of the one order in which each message stands right after its producer. That cannot
 deadlock under any rendezvous rule: the first step of the order that has not happened is first in the projection of
@@ -126,7 +126,7 @@ class Program:
 
     @cached_property
     def projections(self) -> tuple[tuple[Step, ...], ...]:
-        """By rank, the steps that it runs, in the total order."""
+        """Steps of each rank, in the total order."""
         ranks: list[list[Step]] = [[] for _ in range(self.dependencies.routes.plan.num_ranks)]
         for step in self.steps:
             for rank in self.participants(step):

@@ -1,4 +1,4 @@
-"""The order in which a schedule's actions end on a virtual clock, or the news that they wait for each other.
+"""The order in which a schedule's actions end on a virtual clock; detects deadlocks.
 
 By their ends and not by their starts, because then a rank posts its receive for what ends while it computes before it
 begins to compute, and the transfer is hidden. For the same reason every transfer takes time on this clock, less than
@@ -119,7 +119,7 @@ class _Clock:
         self.bounds = starts_of(np.array([len(actions) for actions in lanes.actions], dtype=np.int64)).tolist()
         self.stage = dependencies.routes.cell_stage[self.sequence % max(1, dependencies.routes.num_cells)]
         self.awaited = self._awaited(is_sent)
-        """What each position waits for: twice the other's home, plus 1 if a transfer lies between."""
+        """Code of what each position waits for: twice the other's home, plus 1 if a transfer lies between."""
         self.only = self.awaited.only(none=NONE, many=MANY)
         self.only[lanes.of_stage.lengths[self.stage] > 1] = SHARED
         self.place = self.bounds[:-1]

@@ -59,7 +59,7 @@ class Routes:
     plan: Plan
     assignment: BatchAssignment
     stages: tuple[StageCells, ...]
-    """Those that have cells, in topological order; cells are numbered through them."""
+    """Stages with cells, in topological order; cells are numbered through all of them."""
     cell_stage: Ints
     """Stage of each cell, as an index into `stages`."""
     cell_microbatch: Ints
@@ -84,7 +84,7 @@ class Routes:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """In topological order."""
+        """Returns the cells in topological order."""
         microbatches = self.cell_microbatch.tolist()
         return tuple(
             Cell(stage.module, stage.replica, stage.stage, microbatch)
@@ -116,7 +116,7 @@ class Routes:
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """By number."""
+        """Routes by number."""
         cells = self.cells
         ends = zip(
             self.route_source.tolist(), self.route_target.tolist(), self.route_has_gradient.tolist(), strict=True
@@ -272,7 +272,7 @@ def _flows_between_modules(
                 microbatch = int(microbatches[cell])
                 for i in assignment.samples_of(stage.module, stage.replica, microbatch):
                     if i in producer_of[stage.module]:
-                        raise ValueError(f"assignment: sample {i} stands in two microbatches of {stage.module}")
+                        raise ValueError(f"assignment: sample {i} is in two microbatches of {stage.module}")
                     producer_of[stage.module][i] = (stage.replica, stage.stage, microbatch, cell)
 
     flows: list[_Flow] = []
@@ -289,7 +289,7 @@ def _flows_between_modules(
                         if i not in producer_of[edge.source]:
                             raise ValueError(
                                 f"assignment: sample {i} of {stage.module} needs {edge.source}, "
-                                f"but stands in no microbatch of {edge.source}"
+                                f"but is in no microbatch of {edge.source}"
                             )
                         members[producer_of[edge.source][i]].append(i)
                 flows += [_Flow(producer[-1], cell, tuple(group)) for producer, group in sorted(members.items())]

@@ -83,7 +83,7 @@ def sharing_replicas(module: ModulePlan) -> Iterator[range]:
 
 
 def _form(routes: Routes, cell: Cell) -> tuple[bool, frozenset[tuple[str, bool]]]:
-    """What the gradients that a cell computes depend on."""
+    """Returns the facts that a cell's gradients depend on."""
     plan = routes.plan
     module = plan.modules[cell.module]
     # Tokens merged into a trainable embedding change nothing: gradients come through it in any case.

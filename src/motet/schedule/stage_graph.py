@@ -118,8 +118,8 @@ ReplicaKey = tuple[str, int]
 
 
 def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]:
-    """The replicas that hang together, by what they hand on to each other, by shared ranks or shared experts: each
-    pipeline's in the order of the plan. What one pipeline does, no other one waits for until gradients are reduced."""
+    """The connected replicas, which send to each other, share ranks or share experts: each pipeline's in the order of
+    the plan. What one pipeline does, no other one waits for until gradients are reduced."""
     keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
     parent = {key: key for key in keys}
 

@@ -1,4 +1,5 @@
-"""Whether a schedule can be run: complete, free of deadlock, and what it makes each rank hold. Errors show the place.
+"""Validates that a schedule is complete and free of deadlock, and counts the activations that each rank holds. Errors
+show the place.
 
 That its *program* never blocks, whatever the rule by which a transport pairs sends and receives, follows from how
 `motet.schedule.lower` places messages; tests execute it under the queue rules of each transport.

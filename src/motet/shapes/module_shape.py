@@ -22,9 +22,9 @@ Arrangement = Literal["separate", "padded", "packed"]
 attention is computed over the whole row and masked."""
 
 Rows = Literal["tokens", "outputs", "incoming", "sequences"]
-"""What a linear is applied to: the module's own tokens; those that it hands on (an encoder's projector) or that carry
-loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector for
-each sequence (a diffusion model's time step)."""
+"""The rows that a linear is applied to: the module's own tokens; those that it outputs (an encoder's projector) or that
+carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector
+for each sequence (a diffusion model's time step)."""
 
 Config = Mapping[str, Any]
 
@@ -185,7 +185,7 @@ class ModuleWorkload:
     config: Config = field(repr=False)
     hidden_size: int
     output_size: int
-    """Width of what it hands on."""
+    """Width of its output."""
     layers: tuple[LayerShape, ...]
     arrangement: Arrangement = "separate"
     tied: tuple[tuple[int, int], ...] = ()
@@ -216,7 +216,7 @@ class ModuleWorkload:
 
     @property
     def numbers_of_experts(self) -> set[int]:
-        """Of the layers that are mixtures of experts."""
+        """Numbers of experts of the layers that are mixtures of experts."""
         return {linear.num_copies for layer in self.layers for linear in layer.linears if linear.num_copies > 1}
 
     def has_block(self, layers: LayerRange) -> bool:
@@ -352,8 +352,8 @@ transformers gives the normed features for the last of `hidden_states`."""
 
 
 def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:
-    """The encoder that hands on the features before its head: blocks behind them, and the head, have parameters but do
-    not run.
+    """The encoder whose output is the features before its head: blocks behind them, and the head, have parameters but
+    do not run.
 
     `feature_layer`: an index into transformers' hidden states (0: the embeddings), as LLaVA's `vision_feature_layer`.
     """

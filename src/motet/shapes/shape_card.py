@@ -29,10 +29,10 @@ Role = Literal["language_model", "encoder", "tower", "decoder"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
-    """Which module's shape is asked for."""
+    """A request for the shape of a module."""
 
     role: Role | None
-    """None: a language model, or an encoder, whichever its family is."""
+    """Role of the module; None: a language model or an encoder, by its family."""
     config: str | None = None
     """Name of a configuration class of transformers."""
     stored: Mapping[str, Any] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _walker_digest() -> str:
-    """Of the files that make cards, so that an edited one makes others."""
+    """Digest of the source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
     files = [
         *(rooms / "families").glob("*.py"),

@@ -106,7 +106,7 @@ class SharedCards:
     """The network cards that all messages between nodes go through."""
 
     node: Callable[[int], int]
-    """Of a rank."""
+    """The node of a rank."""
     num_cards: float
     """How many messages leave (and enter) a node at full speed at once."""
 

@@ -39,7 +39,7 @@ class _Holds:
         return _Holds(self.rank[places], self.size[places], self.begin[places], self.end[places])
 
     def of_ranks(self, ranks: Iterable[int], num_ranks: int) -> dict[int, "_Holds"]:
-        """By rank, those with a size and a duration."""
+        """Returns the holds with a size and a duration, by rank."""
         lasting = (self.size != 0) & (self.begin < self.end)
         holds = self if lasting.all() else self.selected(np.flatnonzero(lasting))
         # Radix sort of small numbers is faster.

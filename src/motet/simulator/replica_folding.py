@@ -29,7 +29,7 @@ from motet.schedule.stage_graph import ReplicaKey, pipeline_numbers, pipelines
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """Which pipelines represent which."""
+    """A folding: the pipelines that represent others."""
 
     assignment: BatchAssignment
     """The assignment, with empty microbatches for represented pipelines."""

@@ -89,7 +89,7 @@ class SimulationResult:
 
     @cached_property
     def iteration_time_s(self) -> float:
-        """From the first step's begin until the last rank is ready for the next iteration."""
+        """Time from the first step's begin until the last rank is ready for the next iteration."""
         computed = self.times.end_s + self.costs.fixed_s
         return max(computed, max((end for begin, end in self.gathers if end > begin), default=0.0)) - self._first_s
 

@@ -111,7 +111,7 @@ def test_a_generator_is_a_module_that_reads_the_language_model(tmp_path: Path) -
     ("override", "message"),
     [
         ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no images to generate; .* or described to plan"),
-        ("data.generated={}", "data.generated: says nothing of image; give the height and width"),
+        ("data.generated={}", "data.generated: has no entry for image; give the height and width"),
         (
             "data.generated.img={height: 8, width: 8}",
             "data.generated: there is no generator 'img'; the model has image",

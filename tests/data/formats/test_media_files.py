@@ -58,7 +58,7 @@ def test_a_missing_image(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_sound(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_text("no sound")
-    with pytest.raises(UserError, match=r"a\.wav: is no sound that libsndfile reads"):
+    with pytest.raises(UserError, match=r"a\.wav: cannot be read as a sound by libsndfile"):
         SoundFile(tmp_path / "a.wav").size()
 
 

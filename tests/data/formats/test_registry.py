@@ -140,7 +140,7 @@ def test_shards_that_are_wrong(folder: Path) -> None:
     (folder / "text.tar").write_text("no shard")
     expect("text.tar: cannot be read as a tar file", folder / "text.tar")
     expect(r"gone.tar: cannot be read as a tar file .*No such file", folder / "gone.tar")
-    expect(r"nothing-\*.tar: no file is of this pattern", folder / "nothing-*.tar")
+    expect(r"nothing-\*.tar: no file matches this pattern", folder / "nothing-*.tar")
     expect("empty.tar: no conversation in it", write_shard(folder / "empty.tar", folder, []))
     broken = {**records[0], "conversations": records[2]["conversations"]}
     told = "broken.tar: data/one-image: image: names 1 files, but the turns hold 0 <image>"

@@ -246,7 +246,7 @@ def test_a_server_of_other_data_is_refused(changed: dict[str, object], told: str
     with (
         serving(other(**changed)) as (server,),
         training(with_servers(other(), server.address)) as client,
-        pytest.raises(UserError, match=f"{server.address} prepares other data than this run file: data.{told}"),
+        pytest.raises(UserError, match=f"{server.address} prepares different data from this run file: data.{told}"),
     ):
         client.next(1)
 
@@ -256,7 +256,7 @@ def test_servers_that_come_back_with_other_data_are_refused() -> None:
         client.next(1)
         server.kill()
         again = ServerProcess(other(num_train=45), port=server.port)
-        with pytest.raises(RuntimeError, match="this server has other data than the one that training began with"):
+        with pytest.raises(RuntimeError, match="this server has different data from the one that training began with"):
             client.next(1)
         again.kill()
 
@@ -276,7 +276,7 @@ def test_servers_with_another_tokenizer_in_the_same_place(tmp_path: Path) -> Non
     )
     with serving(config) as (first,):
         word_level_tokenizer(["Is it?"]).save_pretrained(tmp_path / "tokenizer")
-        told = f"prepares other data than {first.address}: contents.train is .*language_model"
+        told = f"prepares different data from {first.address}: contents.train is .*language_model"
         with (
             serving(config) as (second,),
             training(with_servers(config, first.address, second.address)) as client,

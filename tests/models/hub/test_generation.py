@@ -108,9 +108,9 @@ def test_placeholders_that_do_not_fit_are_refused() -> None:
     ids = prompt.input_ids
     cut = Prompt(torch.cat([ids[:2], ids[3:]]), prompt.segments, prompt.features)
     more = Prompt(torch.cat([ids, torch.tensor([AUDIO_ID])]), prompt.segments, prompt.features)
-    with pytest.raises(UserError, match="15 placeholders of vision, which hands on 16 tokens"):
+    with pytest.raises(UserError, match="15 placeholders of vision, which outputs 16 tokens"):
         generate_answers(model, [cut], max_new_tokens=2)
-    with pytest.raises(UserError, match="1 placeholders of audio, which hands on 0 tokens"):
+    with pytest.raises(UserError, match="1 placeholders of audio, which outputs 0 tokens"):
         generate_answers(model, [more], max_new_tokens=2)
     short = Prompt(ids[:5], prompt.segments, prompt.features)
     with pytest.raises(UserError, match="no room for 16 encoder outputs"):

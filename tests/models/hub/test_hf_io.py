@@ -188,7 +188,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert_same_parameters(model, load_export(tmp_path / "out"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="no earlier export"):
+    with pytest.raises(UserError, match="not an earlier export"):
         export_module(model, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").is_file()
 
@@ -263,7 +263,7 @@ def _of_another_format(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "motet.json").unlink(), "is no exported model"),
+        (lambda folder: (folder / "motet.json").unlink(), "is not an exported model"),
         (lambda folder: (folder / "motet.json").write_text("{"), "motet.json: is damaged"),
         (_of_another_format, "of another format"),
         (lambda folder: (folder / "vision" / "config.json").unlink(), "config.json: is missing"),

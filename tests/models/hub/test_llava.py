@@ -171,7 +171,7 @@ def test_the_processor_expands_as_many_placeholders_as_the_model_wants(tmp_path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"vision": "siglip"}, "output of its last norm"),
+        ({"vision": "siglip"}, "has passed a last norm"),
         ({"vision": "clip", "projector": "linear"}, "projector is linear"),
         ({"vision": "clip", "merge": "prepend"}, "merged by placeholder"),
         ({"vision": "clip", "audio": "whisper"}, "one vision encoder"),

@@ -56,5 +56,5 @@ def test_parts_and_the_whole_have_the_weights(tmp_path: Path) -> None:
     whole = CLIPModel.from_pretrained(folder / "whole").eval()
     torch.testing.assert_close(whole(**inputs, return_loss=True).loss, model(**inputs).loss)
     (folder / "contrastive" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="is no exported contrastive model"):
+    with pytest.raises(UserError, match="is not an exported contrastive model"):
         load_towers(folder)

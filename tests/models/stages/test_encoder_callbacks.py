@@ -156,7 +156,7 @@ def test_misfits_name_the_sample():
         stage(StageInput([swapped, *samples[1:]], features))
     short = dataclasses.replace(samples[1].layouts["encoder"][0], num_outputs=5)
     wrong = [samples[0], Sample(id="s1", layouts={"encoder": (short,)}), samples[2]]
-    with pytest.raises(ValueError, match="'s1' says that encoder hands on 5 tokens, but 16 came out"):
+    with pytest.raises(ValueError, match=r"'s1' says that encoder outputs 5 tokens, but its layers .* made 16"):
         stage(StageInput(wrong, features))
 
 

@@ -70,7 +70,7 @@ def test_three_stages_equal_the_plain_model(model_type: str) -> None:
     ("model_type", "reason"),
     [
         ("zamba2", "share the parameter"),
-        ("glm_moe_dsa", "cannot be handed on token by token"),
+        ("glm_moe_dsa", "cannot be passed on token by token"),
         ("xlm", "spread over the lists"),
     ],
 )

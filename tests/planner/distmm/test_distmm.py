@@ -218,7 +218,7 @@ def test_other_planners_refuse_towers(planner: str) -> None:
 
 def test_mistakes_are_named() -> None:
     whole = problem()
-    with pytest.raises(UserError, match="puts towers apart"):
+    with pytest.raises(UserError, match="puts towers on separate ranks"):
         distmm(whole, placement="replicated")
     with pytest.raises(UserError, match="no layout of image and text fits into 8 devices"):
         distmm(problem(memory_bytes=1e5))
@@ -228,7 +228,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="are on the same ranks; give them the same degrees"):
         tower_plan(whole, different, together=[whole.towers])
     without = replace(whole, modules={"image": whole.modules["image"]}, edges=())
-    with pytest.raises(UserError, match="lays out towers that a loss contrasts"):
+    with pytest.raises(UserError, match="lays out contrastive towers"):
         make_plan(without, "distmm")
 
 

@@ -137,7 +137,7 @@ def test_no_counts_are_better(seed: int) -> None:
 def test_too_few_microbatches() -> None:
     templates = list(draw_templates(Random(0), range(1, 4)).values())
     for counts in (min_max_counts, least_variance_counts):
-        with pytest.raises(UserError, match="2 microbatches cannot be shared out among 3 pipelines; give at least 3"):
+        with pytest.raises(UserError, match="2 microbatches cannot be divided among 3 pipelines; give at least 3"):
             counts(templates, 2)
 
 

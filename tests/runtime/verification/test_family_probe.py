@@ -73,7 +73,7 @@ def test_a_feature_that_ends_a_process_ends_no_other(monkeypatch):
 
 
 def test_what_is_no_model_is_told(tmp_path):
-    with pytest.raises(UserError, match="nothing-here: is no model_type"):
+    with pytest.raises(UserError, match="nothing-here: is not a model_type"):
         config_of("nothing-here")
 
 

@@ -41,14 +41,14 @@ def test_all_of_them_over_stages_and_tensor_parallel_ranks(name, tmp_path):
 
 
 REFUSED = {
-    "parallel.packing": ({"parallel": {"packing": True}}, r"parallel\.packing: samples of a whole model"),
+    "parallel.packing": ({"parallel": {"packing": True}}, r"parallel\.packing: packing is not supported"),
     "an encoder in stages": (
         {"parallel": {"explicit": {"vision": {"pp": 2}, "language_model": {}}}, "cluster": {"num_devices": 3}},
         r"vision\.pp is 2, but gemma3\.vision can be cut into 1",
     ),
     "context parallelism": (
         {"parallel": {"explicit": {"vision": {}, "language_model": {"cp": 2}}}, "cluster": {"num_devices": 3}},
-        "ranks cannot share the tokens",
+        "context parallelism is not supported",
     ),
     "an encoder over tensor-parallel ranks": (
         {"parallel": {"explicit": {"vision": {"tp": 2}, "language_model": {}}}, "cluster": {"num_devices": 3}},
@@ -85,5 +85,5 @@ def test_a_model_of_text_alone_is_no_whole_model(tmp_path):
     values = composite_run(tmp_path, "gemma3")
     values["model"] = {"config": "LlamaConfig", "values": {"hidden_size": 16, "num_attention_heads": 2}}
 
-    with pytest.raises(UserError, match="llama is no model of text and other modalities"):
+    with pytest.raises(UserError, match="llama is not a multimodal model"):
         make_plan(RunConfig.model_validate_json(json.dumps(values)))

@@ -46,7 +46,7 @@ class TileMap:
 
 
 def tile_map(mask: IntervalMask, query_blocks: Int32, key_blocks: Int32, block: int) -> TileMap:
-    """Of the blocks of queries and keys that are held, in their order; `mask` of whole blocks."""
+    """Returns the map of the held blocks of queries and keys, in their order; `mask` has whole blocks."""
     kinds = block_map(mask, query_blocks, block)[:, key_blocks]
     rows, columns = np.nonzero(kinds != EMPTY)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(kinds)))])
@@ -63,7 +63,7 @@ class Tasks:
     tiles: Int32
     """[tiles of the whole batch]: the other side's block of each tile."""
     split_blocks: Int32
-    """[blocks that are shared out, 4]: batch row, block, first slot, end of the slots."""
+    """[blocks that are distributed, 4]: batch row, block, first slot, end of the slots."""
 
     @property
     def num_slots(self) -> int:
@@ -170,7 +170,7 @@ def device_mask(
     Args:
         query_blocks, key_blocks: the blocks of tokens that are held here, in their order; None: all, in order. If they
             are given, the length must be a multiple of `block` (`IntervalMask.padded`).
-        max_tiles: what more tiles a block has than this is shared out over several programs.
+        max_tiles: a block's tiles beyond this number are distributed over several programs.
     """
     lengths = {mask.num_tokens for mask in masks}
     if len(lengths) != 1:

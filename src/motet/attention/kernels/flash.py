@@ -141,8 +141,8 @@ def _settings(query: Tensor, key: Tensor, mask: DeviceMask, num_sums: int = 1) -
 def settings_of(
     num_heads: int, num_key_heads: int, head_dim: int, element_size: int, block: int, num_sums: int = 1
 ) -> dict[str, int]:
-    """What a kernel is compiled for. Wide heads and elements, and sums [block, head_dim] that are held besides, leave
-    room for fewer tokens of the other side at a time, and need more threads.
+    """Returns the settings that a kernel is compiled for. Wide heads and elements, and sums [block, head_dim] that are
+    held besides, leave room for fewer tokens of the other side at a time, and need more threads.
 
     `benchmarks/attention_kernel_resources.py` tells whether what a program holds fits into its registers."""
     dim = max(16, triton.next_power_of_2(head_dim))

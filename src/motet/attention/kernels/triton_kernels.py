@@ -143,7 +143,7 @@ def merge_outputs_kernel(
     PARTIAL_OUT, PARTIAL_LSE, OUT, LSE, SPLIT_BLOCKS, num_queries,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries whose tiles were shared out: its partial outputs become one by their log-sum-exps."""
+    """A block of queries whose tiles were distributed: its partial outputs become one by their log-sum-exps."""
     index, head = tl.program_id(0), tl.program_id(1)
     batch = tl.load(SPLIT_BLOCKS + 4 * index)
     block = tl.load(SPLIT_BLOCKS + 4 * index + 1)
@@ -315,7 +315,7 @@ def add_partials_kernel(
     PARTIAL, OUT, SPLIT_BLOCKS, num_rows,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block whose tiles were shared out: its partial gradients are added in the order of their slots."""
+    """A block whose tiles were distributed: its partial gradients are added in the order of their slots."""
     index, head = tl.program_id(0), tl.program_id(1)
     batch = tl.load(SPLIT_BLOCKS + 4 * index)
     block = tl.load(SPLIT_BLOCKS + 4 * index + 1)

@@ -68,7 +68,7 @@ class IntervalMask:
         return inside & self.class_mask[self.token_class][:, self.token_class]
 
     def padded(self, num_tokens: int) -> "IntervalMask":
-        """With tokens at the end that see nothing and that nothing sees: rows of one batch have one length."""
+        """Adds tokens at the end that see nothing and are not seen, so that rows of a batch have one length."""
         more = num_tokens - self.num_tokens
         if more < 0:
             raise ValueError(f"{self.num_tokens} tokens cannot be padded to {num_tokens}")

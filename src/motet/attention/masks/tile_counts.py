@@ -23,7 +23,7 @@ from motet.attention.masks.interval_mask import Bool, Int32, IntervalMask, UInt6
 
 BLOCK_SIZE = 128
 MOST_BLOCK_ELEMENTS = 128 * 128
-"""Of a block, tokens x head dimension: what is held of one does not fit into a GPU's shared memory beyond
+"""Largest number of tokens x head dimension of a block: more would not fit into a GPU's shared memory
 (`benchmarks/attention_kernel_resources.py`)."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Int64 = NDArray[np.int64]

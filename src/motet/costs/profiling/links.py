@@ -19,7 +19,7 @@ from motet.costs.kernels import Kernel
 LINK_ELEMENTS = (1, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
 """float32 elements of the messages and sums that are measured: 4 bytes to 16 MiB."""
 NUM_GRADIENTS = 8
-"""That a sum's bucket is made of."""
+"""Number of gradients that make up a bucket of a measured sum."""
 OPTIMIZER_SHAPES = ((64, 64), (256, 256), (512, 1024))
 NUM_PARAMETER_TENSORS = 8
 

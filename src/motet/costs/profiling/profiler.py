@@ -58,7 +58,7 @@ class Measurement:
     layers: LayerRange
     load: Load
     weight_gradient: bool
-    """Its weights have a gradient."""
+    """Whether its weights have a gradient."""
     input_gradient: bool
     """A gradient leaves it for what lies before it."""
     forward_s: float
@@ -84,7 +84,7 @@ class _Unknown(NamedTuple):
 class Fit:
     costs: ModuleCosts
     median_error: float
-    """Of the relative errors of what was measured."""
+    """Median of the relative errors of the measurements."""
     worst_error: float
 
 
@@ -348,7 +348,8 @@ def _profile_module(
 
 
 def _gradients_to_measure(module: ProfiledModule, layers: LayerRange, *, is_trainable: bool) -> list[LayerGradients]:
-    """Of single layers all that can occur, of longer runs no more than tells layers from stages."""
+    """Returns the gradient patterns to measure: all for single layers, and for longer runs those that tell layers from
+    stages."""
     both, alone = LayerGradients(True, True), LayerGradients(False, True)
     wanted = [LayerGradients(False, False), LayerGradients(True, False), both]
     # A first stage has no input but what other modules send into it.
@@ -408,7 +409,7 @@ class _Run:
         return self.hidden is not None or bool(self.incoming)
 
     def seconds(self) -> tuple[float, float]:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         started = self.clock()
         output = self._forward()
         synchronize(self.device)

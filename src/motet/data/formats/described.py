@@ -79,7 +79,7 @@ def _encoder_layouts(data: DescribedConfig, graph: ConfiguredGraph) -> dict[str,
         if reads_text(node.workload.config):
             layouts[name] = _items(node, (_text_length(data, node.workload),), 1)
         elif node.pooling is not None and name not in layouts:
-            raise UserError(f"data: says nothing of {node.workload.kind} {name!r}; give it under images or sounds")
+            raise UserError(f"data: has no entry for {node.workload.kind} {name!r}; give it under images or sounds")
     return layouts
 
 
@@ -112,7 +112,7 @@ def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -
     latents = {}
     for name in config.model.generators:
         if name not in data.generated:
-            raise UserError(f"data.generated: says nothing of {name}; give the height and width of its images")
+            raise UserError(f"data.generated: has no entry for {name}; give the height and width of its images")
         image = data.generated[name]
         side = LATENT_SIDE * graph.modules[name].workload.config.get("patch_size", 1)
         if image.height % side or image.width % side:

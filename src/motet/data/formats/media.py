@@ -50,9 +50,9 @@ class InMemory:
 MOST_HZ = 768_000
 """Highest rate of a clip; resampling one of another rate takes memory in proportion to both."""
 RESAMPLED_HZ = 48_000
-"""What encoders' feature extractors take at most."""
+"""Highest rate that encoders' feature extractors take."""
 UNKNOWN_LENGTHS = (8, 8 + 0xFFFFFFFF)
-"""Of a WAV file that was written into a pipe."""
+"""Lengths in the header of a WAV file that was written into a pipe."""
 
 
 def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
@@ -115,7 +115,9 @@ class SoundFile:
         try:
             header = soundfile.info(_to_read(self.path))
         except (soundfile.SoundFileError, OSError) as error:
-            raise UserError(f"{self.path}: is no sound that libsndfile reads ({error}); replace the file") from None
+            raise UserError(
+                f"{self.path}: cannot be read as a sound by libsndfile ({error}); replace the file"
+            ) from None
         if not header.frames:
             raise UserError(f"{self.path}: is an empty clip; replace the file, or leave it out")
         if not 1 <= header.samplerate <= MOST_HZ:
@@ -178,7 +180,7 @@ class MediaKind:
 
     open: Callable[[Path | StoredFile, FileLimits], Media]
     suffixes: tuple[str, ...]
-    """Of members of WebDataset shards."""
+    """Suffixes of members of WebDataset shards."""
 
 
 MEDIA_KINDS: dict[Modality, MediaKind] = {

@@ -44,9 +44,9 @@ class RecordReader:
 
     file: Path
     folders: Mapping[Modality, Path]
-    """What the paths of media are relative to."""
+    """Folders to which the paths of media are relative."""
     modalities: Collection[Modality]
-    """What the model's modules take."""
+    """Modalities that the model's modules take."""
     limits: FileLimits = USUAL_LIMITS
     unread: dict[str, str] = field(default_factory=dict)
     """Keys that are not read, and where the first one of each stands."""
@@ -154,7 +154,7 @@ class _Conversation:
         self._reader, self._where = reader, where
         known = {"id", "system", *TURNS}
         self._listed: dict[Modality, list[Media]] = {}
-        """What the record has beside its turns."""
+        """Keys of the record besides its turns."""
         self._keys: dict[Modality, str] = {}
         for modality in PLACEHOLDERS:
             key, media = self._read_list(record, modality) if stored is None else (modality, stored.get(modality, ()))
@@ -198,7 +198,7 @@ class _Conversation:
 
     def _read_turn(self, key: str, turn: Any) -> Message:
         if not isinstance(turn, Mapping):
-            raise UserError(f'{key}: is no turn; give {{"from": ..., "value": ...}}')
+            raise UserError(f'{key}: is not a turn; give {{"from": ..., "value": ...}}')
         speaker, text_key = (next((k for k in keys if k in turn), keys[0]) for keys in (SPEAKER_KEYS, TEXT_KEYS))
         role = ROLES.get(str(turn.get(speaker)))
         if role is None:
@@ -225,7 +225,7 @@ class _Conversation:
         if not isinstance(text, str):
             raise UserError(f"{key}: is {_short(text)}; give a text")
         if not is_text(text):
-            raise UserError(f"{key}: holds half of a character (a surrogate by itself); mend the text")
+            raise UserError(f"{key}: holds half of a character (an unpaired surrogate); correct the text")
         if self._listed["video"] and not self._listed["image"]:
             text = text.replace(PLACEHOLDERS["image"], PLACEHOLDERS["video"])
         for modality in placeholders_in(text):

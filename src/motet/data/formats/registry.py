@@ -53,7 +53,7 @@ class DataKind:
     open: Callable[[Any, ConfiguredGraph], Examples]
     """Opens the examples of a section `data`. Raises `UserError` naming the key or file that is wrong."""
     words: tuple[str, ...] = ()
-    """Of a task: everything that its texts hold. Tokenizer and processors are made for it. (): they are stored."""
+    """All text of a task. Tokenizer and processors are made for it. (): they are stored."""
 
 
 def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[[Any, ConfiguredGraph], Examples]:
@@ -94,7 +94,7 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
 
 
 def _folders(data: FilesConfig) -> dict[Modality, Path]:
-    """By modality, what the paths of media are relative to."""
+    """Returns the folder to which the paths of media are relative, by modality."""
     own = getattr(data, "media_folder", ".")
     folders = {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
     return {**folders, TO_GENERATE: folders["image"]}
@@ -137,7 +137,7 @@ def _matches(file: str) -> list[str]:
         return [file]
     matches = sorted(glob(file))
     if not matches:
-        raise UserError(f"{file}: no file is of this pattern; give paths, or another pattern")
+        raise UserError(f"{file}: no file matches this pattern; give paths, or another pattern")
     return matches
 
 

@@ -49,7 +49,7 @@ class VideoFile:
                 duration_s = num_frames / rate
             if not (num_frames and duration_s):
                 raise UserError(
-                    f"{self.path}: its header does not say how long it is; write it anew, e.g. by "
+                    f"{self.path}: its header does not state its duration; rewrite it, e.g. by "
                     "ffmpeg -i OLD -c copy NEW.mp4"
                 )
             if stream.width * stream.height > self.limits.image_pixels:

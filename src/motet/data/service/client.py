@@ -36,7 +36,7 @@ Take = Callable[[dict[str, Any], pa.Buffer], list[T]]
 
 
 FACTS = ("data", "contents", "sizes", "software")
-"""What a server says of itself."""
+"""Keys of a server's description of itself."""
 
 
 class ServersFailedError(RuntimeError):
@@ -79,7 +79,7 @@ class Connection:
             return facts
 
     def answers(self, request: Request, take: Take[T]) -> Iterator[list[T]]:
-        """What `take` makes of each message."""
+        """Yields the results of `take` for each message."""
         for chunk in self._client.do_get(flight.Ticket(request.to_bytes()), self._options):
             with self._understood():
                 data = chunk.data.column(0).buffers()[2]

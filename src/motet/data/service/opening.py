@@ -96,7 +96,7 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
 
 
 def _library_versions() -> dict[str, str]:
-    """Of those that are installed."""
+    """Versions of the libraries that are installed."""
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -133,7 +133,7 @@ def check_address(address: str) -> None:
         is_one = False
     if not is_one:
         raise UserError(
-            f"data.servers: {address!r} is no address of a data server; give grpc://host:port or grpc+tls://host:port"
+            f"data.servers: {address!r} is not a data server's address; give grpc://host:port or grpc+tls://host:port"
         )
 
 
@@ -170,7 +170,7 @@ def _agreed_facts(config: RunConfig, connections: "Sequence[Connection]", timeou
         if not seen and time.monotonic() > gives_up_s:
             raise UserError(
                 f"data.servers: none of {', '.join(c.address for c in connections)} answers ({reason}); "
-                "start motet serve-data there, or mend the addresses"
+                "start motet serve-data there, or correct the addresses"
             )
         if not seen:
             time.sleep(0.2)
@@ -180,7 +180,7 @@ def _agreed_facts(config: RunConfig, connections: "Sequence[Connection]", timeou
             differing = [*_differences("", {key: facts[key] for key in other}, other)]
             if differing:
                 raise UserError(
-                    f"data.servers: {address} prepares other data than {whose}: {'; '.join(differing[:3])}; "
+                    f"data.servers: {address} prepares different data from {whose}: {'; '.join(differing[:3])}; "
                     "start it with the same run file and data"
                 )
     return first

@@ -46,7 +46,7 @@ class Request:
         """Raises `ValueError`."""
         values = json.loads(content)
         if not isinstance(values, dict) or not isinstance(values.get("ticket"), str):
-            raise ValueError("is no request")
+            raise ValueError("is not a request")
         return cls(str(values.get("agreed")), Ticket.from_json(values["ticket"]))
 
 
@@ -82,7 +82,7 @@ class DataServer(flight.FlightServerBase):
                 tls_certificates=[tls] if tls else None,
             )
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"--host {host} --port {port}: cannot be served on ({_first_line(error)})") from None
+            raise UserError(f"--host {host} --port {port}: cannot be used ({_first_line(error)})") from None
         self.address = f"{scheme}://{_bracketed(host)}:{self.port}"
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
@@ -101,7 +101,7 @@ class DataServer(flight.FlightServerBase):
 
     def _check(self, request: Request) -> None:
         if request.agreed != self._agreed:
-            raise ValueError("this server has other data than the one that training began with")
+            raise ValueError("this server has different data from the one that training began with")
         ticket = request.ticket
         if ticket.module is not None and ticket.module not in self._modules:
             raise ValueError(f"there is no module {ticket.module!r}")
@@ -175,7 +175,7 @@ def _check_port(host: str, port: int) -> None:
         free_address(host, port)
     except OSError as error:
         raise UserError(
-            f"--host {host} --port {port}: cannot be served on ({error.strerror}); give another one, or --port 0 for "
+            f"--host {host} --port {port}: cannot be used ({error.strerror}); give another one, or --port 0 for "
             "any that is free"
         ) from None
 

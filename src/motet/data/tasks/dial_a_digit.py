@@ -71,7 +71,7 @@ class DialADigit:
 
     seed: int = 0
     max_digits: int = 8
-    """In one image, and in one clip; at most 8."""
+    """Most digits in one image, and in one clip; at most 8."""
     max_images: int = 1
     max_clips: int = 1
     no_image: float = 0.15

@@ -24,7 +24,7 @@ class AdaptedPart(Protocol):
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
+        """The module's transformers configuration."""
 
     @property
     def kind(self) -> str: ...

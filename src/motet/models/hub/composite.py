@@ -1,4 +1,4 @@
-"""Exports a model of several modalities as the class that it came as, with the same names, its processor beside it."""
+"""Exports a multimodal model in the class that it was loaded from, with the same names and its processor."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -135,7 +135,7 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
 
 
 def _adapter_code(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Of a module: what adds its adapters."""
+    """Returns the lines of code that add the adapters of a module."""
     if not entry.get("has_adapter"):
         return []
     return [f'{name} = PeftModel.from_pretrained({name}, "{name}_adapter").merge_and_unload()']
@@ -385,7 +385,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) ->
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
     if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"export: {folder} exists and is no earlier export; give a folder of its own")
+        raise UserError(f"export: {folder} exists and is not an earlier export; give another folder")
     partial = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -591,7 +591,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             )
         )
     except FileNotFoundError:
-        raise UserError(f"{folder}: is no exported model ({MANIFEST} is missing)") from None
+        raise UserError(f"{folder}: is not an exported model ({MANIFEST} is missing)") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is damaged ({error}); export the model again") from None
     if not is_known:
@@ -620,4 +620,4 @@ def load_towers(folder: str | Path) -> ContrastiveModule:
         weight = manifest.get("loss_weight", 1.0)
         return ContrastiveModule(towers, loss, anchor=manifest["anchor"], decoder=decoder, loss_weight=weight).eval()
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder}: is no exported contrastive model ({error}); export it again") from None
+        raise UserError(f"{folder}: is not an exported contrastive model ({error}); export it again") from None

@@ -168,7 +168,7 @@ def _merged(model: MultimodalModule, prompt: Prompt, outputs: Mapping[str, Tenso
         num_outputs = len(outputs.get(name, ()))
         if len(at) != num_outputs:
             raise UserError(
-                f"generate: a prompt has {len(at)} placeholders of {name}, which hands on {num_outputs} tokens"
+                f"generate: a prompt has {len(at)} placeholders of {name}, which outputs {num_outputs} tokens"
             )
     replaced = torch.cat(list(places.values())) if places else ids.new_zeros(0)
     # A placeholder need not be in the vocabulary.

@@ -34,7 +34,7 @@ class GeneratorDescription:
 
     model_class: str
     values: Mapping[str, Any]
-    """Of its configuration."""
+    """Values of its configuration."""
     objective: str
     projector: str
     sizes: tuple[int, int, int]
@@ -47,7 +47,7 @@ class GeneratorDescription:
         return "FlowMatchEulerDiscreteScheduler" if self.objective == "flow" else "DDIMScheduler"
 
     def scheduler(self) -> Any:
-        """Of diffusers, for the noise of the training."""
+        """Makes the scheduler of diffusers for the noise of the training."""
         made = diffusion_class(self.scheduler_class)
         if self.objective == "flow":
             return made(num_train_timesteps=NUM_TIMESTEPS, shift=1.0)
@@ -66,7 +66,7 @@ class GeneratorDescription:
 def describe_generators(
     model: ModelConfig, width: int, placeholder_token_ids: Mapping[str, int]
 ) -> dict[str, GeneratorDescription]:
-    """Of a run file. `width`: of the language model's hidden states."""
+    """Describes a run file's generators. `width`: of the language model's hidden states."""
     return {name: _described(name, part, width, placeholder_token_ids) for name, part in model.generators.items()}
 
 

@@ -90,7 +90,7 @@ def llava_config(description: ModelDescription) -> LlavaConfig:
         )
     if encoder.feature_layer is None and family in HAS_NORM_IN_HEAD:
         raise UserError(
-            f"llava: {name} hands on the output of its last norm, which LLaVA cannot; train with feature_layer -1 or -2"
+            f"llava: the output of {name} has passed a last norm, which LLaVA lacks; train with feature_layer -1 or -2"
         )
     if encoder.projector != "mlp":
         raise UserError(f"llava: {name}'s projector is {encoder.projector}, and LLaVA's is mlp; use export_parts")

@@ -5,7 +5,7 @@ model's own forward runs, with only the stage's blocks in it; every block attend
 of its sample's image. Layers: embed, the blocks, head (docs/architecture.md). Between stages travels
 [rows, columns, hidden_size], a row for each sample, padded on the right.
 
-The tower hands on its pooled vector and then its features (`ModalityModule.pooling` "first"); the decoder reads the
+The tower outputs its pooled vector and then its features (`ModalityModule.pooling` "first"); the decoder reads the
 features alone. They are as wide as the decoder: transformers' cross-attention has no projection of another width.
 
 Limits: samples stand in rows of their own (no packing, no context parallelism); a caption's sample has an image.
@@ -83,7 +83,7 @@ class CaptionDecoderStage(CausalStage):
 
 
 def _seen(sample: Sample, source: str, num_features: int) -> tuple[int, int]:
-    """Which of its features a caption attends to, half-open: not those of a text's padding."""
+    """Returns the half-open range of features that each caption attends to, without those of a text's padding."""
     (segment,) = sample.layouts[source]
     if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.families.token_counts`).
         return segment.grid[2], segment.grid[3]

@@ -1,4 +1,4 @@
-"""What every causal model has as a pipeline stage: embed | n blocks | head (docs/architecture.md).
+"""Stages of causal models: embed | n blocks | head (docs/architecture.md).
 
 The whole model's own forward runs, with stand-ins for the layers of other stages (`motet.models.stages.stand_ins`).
 What a language model (`motet.models.stages.language_model`) and a caption decoder
@@ -33,7 +33,7 @@ class SequenceLayout:
     item); a layout may have the items in any order, and an item in several segments."""
 
     lengths: tuple[int, ...]
-    """Of each sample."""
+    """Number of tokens of each sample."""
     packed: bool
 
     @property
@@ -41,13 +41,13 @@ class SequenceLayout:
         return (1, sum(self.lengths)) if self.packed else (len(self.lengths), max(self.lengths))
 
     def starts(self) -> list[int]:
-        """Where each sample begins in the flattened [rows * columns]."""
+        """Index of each sample's first token in the flattened [rows * columns]."""
         if not self.packed:
             return [b * self.shape[1] for b in range(len(self.lengths))]
         return [sum(self.lengths[:b]) for b in range(len(self.lengths))]
 
     def places(self) -> Tensor:
-        """Of every token, sample after sample: its index in the flattened [rows * columns]."""
+        """Index of every token in the flattened [rows * columns], sample after sample."""
         runs = zip(self.starts(), self.lengths, strict=True)
         return torch.cat([torch.arange(start, start + length) for start, length in runs])
 
@@ -82,7 +82,8 @@ def layout_of(samples: Sequence[Sample], module: str, *, packed: bool) -> Sequen
 
 
 def places_of_outputs(samples: Sequence[Sample], module: str, source: str, sequences: SequenceLayout) -> Tensor:
-    """Where each output token of `source`, in the order (sample, item), goes in the flattened [rows * columns]."""
+    """Returns the index in the flattened [rows * columns] of each output token of `source`, in the order (sample,
+    item)."""
     places: list[int] = []
     for sample, start in zip(samples, sequences.starts(), strict=True):
         places += places_in_sample(sample, module, source, start)
@@ -108,7 +109,7 @@ class CausalStage(nn.Module):
         super().__init__()
         self.name, self.layers, self.module, self.paths = name, layers, model, causal_paths(model)
         self.num_layers = num_causal_layers(model)
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         assert 0 <= layers[0] < layers[1] <= self.num_layers, layers
         self.is_first, self.is_last = layers[0] == 0, layers[1] == self.num_layers
         self.needs_features = self.is_first or self.is_last
@@ -161,7 +162,7 @@ class CausalStage(nn.Module):
         """No parameter has a limit."""
 
     def width(self, layer: int) -> int:
-        """Of what enters a layer: hidden states, and what else blocks read."""
+        """Returns the width of a layer's input: hidden states, and what else blocks read."""
         return self.hidden_size if self._handover is None else self._handover.forms.width(layer - 1)
 
     @property
@@ -187,7 +188,7 @@ class CausalStage(nn.Module):
 
         Args:
             ids: [rows, columns]; read by the first stage.
-            hidden: what the stage before handed on.
+            hidden: the previous stage's output.
             enter: from embedded tokens to what is to stand in their place.
             rows: indices into the flattened [rows * columns], of the logits that are wanted on the last stage; None:
                 all.
@@ -252,7 +253,7 @@ def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 def labelled(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the tokens with a label: where they stand in the flattened [rows * columns], and the labels.
+    """Returns the indices in the flattened [rows * columns] of the tokens with a label, and the labels.
 
     Args:
         labels: [T], what each token is to predict.

@@ -4,7 +4,7 @@ The model's own functions run: of an encoder, `get_image_features` and the like;
 forward with their results given. So tiles, grids, positions, masks of images and further outputs that enter between
 blocks are as the model has them. An encoder is one stage.
 
-An encoder hands on rows of `width` for every placeholder, or of several widths side by side if further outputs enter
+An encoder outputs rows of `width` for every placeholder, or of several widths side by side if further outputs enter
 between the language model's first blocks (deepstack). In a sample's layout its items stand in the order of the
 encoder's functions; `Segment.grid` is the number of the function.
 """
@@ -33,7 +33,7 @@ from motet.models.stages.stand_ins import StandIn
 from motet.plan import LayerRange
 
 Features = Sequence[Mapping[str, Tensor]]
-"""Of each sample."""
+"""Features of each sample."""
 
 PER_TOKEN = "token_type_ids"
 """End of the names of features that have an entry for each token of the sample's text."""
@@ -123,7 +123,7 @@ class CompositeEncoderStage(nn.Module):
         return torch.cat(flat, dim=-1)
 
     def _run_to_text(self, function: FeatureFunction, given: Features, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Of a model without a function: what its forward puts in the place of placeholders."""
+        """Runs the forward of a model without a function up to its text model; returns what it puts at placeholders."""
         sequences = SequenceLayout(tuple(len(own["input_ids"]) for own in given), packed=False)
         ids = token_ids(given, sequences)
 
@@ -155,7 +155,7 @@ class CompositeLanguageModelStage(CausalStage):
         put_stand_ins_for_others(model, composite, name)
 
     def incoming_size(self, source: str) -> int:
-        """Width of the rows that an encoder hands on."""
+        """Width of the rows of an encoder's output."""
         num_deep = self.composite.num_deep_features if self.composite.is_deep(source) else 0
         return self.hidden_size * (1 + num_deep)
 
@@ -193,8 +193,8 @@ class CompositeLanguageModelStage(CausalStage):
 
     @contextmanager
     def _giving(self, outputs: "Mapping[FeatureFunction, GivenOutputs]") -> Iterator[dict[str, Any]]:
-        """What makes the model's forward read the results: an argument where it has one, which transformers uses for
-        images and videos alone; else the function returns them."""
+        """Makes the model's forward read the results: by an argument where it has one, which transformers uses for
+        images and videos only; else the function returns them."""
         replaced = []
         given: dict[str, Any] = {}
         for function, made in outputs.items():
@@ -215,7 +215,7 @@ class CompositeLanguageModelStage(CausalStage):
                 del owner.__dict__[name]
 
     def _options(self, features: Features, sequences: SequenceLayout) -> dict[str, Tensor]:
-        """What the model's forward takes besides token ids and pixels: grids, sizes, kinds of tokens."""
+        """Returns the arguments of the model's forward besides token ids and pixels: grids, sizes, kinds of tokens."""
         keys = {key for own in features for key in own if key in self._takes} - {"input_ids", "labels"}
         keys -= {key for function in self.composite.functions if not function.name for key in function.inputs}
         options = {}
@@ -230,8 +230,8 @@ class CompositeLanguageModelStage(CausalStage):
         return options
 
     def _encoder_outputs(self, inputs: StageInput) -> "dict[FeatureFunction, GivenOutputs]":
-        """What each function would have returned for the microbatch. Stages that no outputs enter get zeros, which the
-        stages before have read."""
+        """Returns each function's result for the microbatch. Stages that no outputs enter get zeros: earlier stages
+        have read the outputs."""
         device = inputs.features[0]["input_ids"].device
         found = {}
         for name, part in self.composite.encoders.items():
@@ -254,7 +254,7 @@ class CompositeLanguageModelStage(CausalStage):
 
 
 class GivenOutputs:
-    """What a function of the model returns, made of the rows that an encoder handed on."""
+    """Result of a function of the model, made from the rows of an encoder's output."""
 
     def __init__(self, rows: Tensor, width: int) -> None:
         self.rows = rows
@@ -274,7 +274,7 @@ class GivenOutputs:
 
 
 class EncoderRows(list[Tensor]):
-    """The rows that an encoder hands on, in both forms in which models read them: a list of tensors, or one tensor."""
+    """The rows of an encoder's output, in both forms in which models read them: a list of tensors, or one tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self[0], name)

@@ -6,7 +6,7 @@ owners of the other direction. Then the gradients of its rows are complete where
 
 A pair of towers compares the samples that have an item for both, with one another and with no other sample. The loss
 is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; divided by the number of
-these comparisons it is their mean. Features are normalized here, so that a tower hands on what transformers calls its
+these comparisons it is their mean. Features are normalized here, so that a tower outputs what transformers calls its
 embeddings.
 
 With s_ij = scale x_i . y_j + bias for the features x and y of two towers, of N samples each, the losses are
@@ -46,7 +46,7 @@ LossKind = Literal["softmax", "sigmoid"]
 LOG_2 = math.log(2.0)
 
 BLOCK_BYTES = 4 * 2**20
-"""Of the block of similarities that is held at a time, and again of what is computed from it. Blocks are square: long
+"""Size of the block of similarities that is held at a time; as much again is computed from it. Blocks are square: long
 thin ones, of whole rows, make matrix products a third slower."""
 
 
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 class Similarity(NamedTuple):
-    """Of own rows to all samples of the opposite tower."""
+    """Similarities of this rank's rows to all samples of the opposite tower."""
 
     rows: Tensor
     """[n, d]"""
@@ -101,7 +101,7 @@ class Similarity(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the first pass over the blocks finds."""
+    """Results of the first pass over the blocks."""
 
     loss: Tensor
     """Sum over the rows (for one direction of softmax: half of each row's loss), in float64."""
@@ -136,7 +136,7 @@ def values(kind: LossKind, similarity: Similarity, *, both: bool = False) -> Val
 
 
 class _RunningLogSumExp:
-    """Of each row, while blocks of it come in."""
+    """Log-sum-exp of each row, updated block by block."""
 
     def __init__(self, num_rows: int, like: Tensor) -> None:
         self._largest = like.new_full((num_rows,), -torch.inf)
@@ -154,7 +154,7 @@ class _RunningLogSumExp:
 
 
 class Gradients(NamedTuple):
-    """Of the loss summed over *all* samples and both directions."""
+    """Gradients of the loss summed over *all* samples and both directions."""
 
     rows: Tensor
     """[n, d], complete."""
@@ -288,12 +288,12 @@ class ContrastiveStage(nn.Module):
 
 
 class _Compared(NamedTuple):
-    """Of one pair of towers: the samples that both have."""
+    """The samples that both towers of a pair have."""
 
     samples: Ints
     """Ascending."""
     own: Mapping[str, Ints]
-    """By tower of the pair: which of this rank's rows are of these samples, ascending."""
+    """Indices of this rank's rows of these samples, ascending, by tower of the pair."""
 
     def has_all(self, tower: str) -> bool:
         return len(self.own[tower]) == len(self.samples)
@@ -324,9 +324,9 @@ class _Share:
             name: [m for m in range(cp.size) if any(len(shares.places[other][m]) for other in opposite[name])]
             for name in towers
         }
-        """Who needs a tower's features."""
+        """Members that need a tower's features, by tower."""
         self.samples = {name: np.sort(np.concatenate(shares.places[name])) for name in towers}
-        """Of each tower: those that have an item for it."""
+        """Samples that have an item for each tower."""
         self.compared = {pair: self._compare(pair) for pair in pairs}
 
     def _compare(self, pair: Pair) -> _Compared:
@@ -347,7 +347,7 @@ class _Share:
                     yield _Side(rows, columns, compared, both=both, counts=both or rows == counted)
 
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each tower opposite to one of which this rank has rows: the rows of all samples that have an item."""
+        """Gathers the rows of all samples, for each tower that is opposite to one of which this rank has rows."""
         exchange = RowExchange(self.cp)
         whole = {
             name: exchange.gather(own[name], _places_among(self.samples[name], places), self.receivers[name])
@@ -358,7 +358,7 @@ class _Share:
 
 
 def _places_among(samples: Ints, places: Sequence[Ints]) -> list[Ints]:
-    """Where each member's samples, as far as they are among these, stand among them."""
+    """Returns the positions among these samples of each member's samples."""
     return [np.searchsorted(samples, own[np.isin(own, samples)]) for own in places]
 
 
@@ -496,7 +496,7 @@ def _exchange_lse(
     for (a, b), compared in share.compared.items():
         for rows, columns in ((a, b), (b, a)):
             lse = found[rows, columns].lse if (rows, columns) in found else own[rows].new_empty(0)
-            # Whoever has rows of the other tower needs them.
+            # Members with rows of the other tower need them.
             receivers = [m for m, places in enumerate(share.shares.places[columns]) if len(places)]
             places = _places_among(compared.samples, share.shares.places[rows])
             whole[rows, columns] = exchange.gather(lse, places, receivers)

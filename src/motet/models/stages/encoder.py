@@ -162,8 +162,8 @@ class EncoderStage(nn.Module):
     def held_tokens(
         self, border: int, samples: Sequence[Sample], options: ContextOptions, cp_size: int
     ) -> list[Rows] | None:
-        """Of what enters the layer `border`: which of the items' tokens each member of a group of this size holds.
-        None: behind the head all of them have all."""
+        """Returns the tokens that each member of a group of this size holds of the input of layer `border`. None: each
+        holds all, as behind the head."""
         return tokens_of_members(self._documents(samples), FULL, options, cp_size) if self._is_shared(border) else None
 
     def _is_shared(self, border: int) -> bool:
@@ -198,11 +198,11 @@ class EncoderStage(nn.Module):
         """No parameter has a limit."""
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
-        """Of `hidden`, from metadata alone; not for the first stage."""
+        """Returns the shape of `hidden`, from metadata alone; not for the first stage."""
         return self._boundary_shape(self.layers[0], samples)
 
     def output_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
-        """Of what `forward` returns, from metadata alone."""
+        """Returns the shape of the result of `forward`, from metadata alone."""
         return self._boundary_shape(self.layers[1], samples)
 
     def forward(self, inputs: StageInput) -> StageOutput:
@@ -257,7 +257,7 @@ class EncoderStage(nn.Module):
 
     @property
     def idle_blocks(self) -> tuple[str, ...]:
-        """Those that the stage holds behind the features that are handed on: they have weights and do not run."""
+        """Blocks after the layer whose features are the output: they have weights and do not run."""
         held = range(max(self.layers[0], 1) - 1, min(self.layers[1], self._head_layer) - 1)
         return tuple(f"module.{self.family.blocks}.{index}" for index in held if index >= self._num_running_blocks)
 
@@ -284,7 +284,7 @@ class EncoderStage(nn.Module):
         return row[0]
 
     def _run_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """[sum of num_tokens, hidden_size] -> what the layouts hand on of it."""
+        """[sum of num_tokens, hidden_size] -> the rows that the layouts list as outputs."""
         if self._runs_head:
             groups = self._groups(hidden, samples)
             finished = [
@@ -315,7 +315,7 @@ class EncoderStage(nn.Module):
         return self._select(hidden, samples) if self.holds(self._head_layer) else hidden
 
     def _pooled(self, group: Tensor, grids: Grids) -> Tensor:
-        """What a tower hands on of its items' features: one vector of each, or that before all of them."""
+        """Returns a tower's output for its items: a vector of each item, or that and then all its features."""
         if self._pooling is None:
             return group
         assert self.family.pool is not None
@@ -337,8 +337,8 @@ class EncoderStage(nn.Module):
         for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
             if output.shape[0] != num_outputs:
                 raise UserError(
-                    f"layout: sample {sample.id!r} says that {self.name} hands on {num_outputs} tokens, "
-                    f"but {output.shape[0]} came out of its layers {list(self.layers)}"
+                    f"layout: sample {sample.id!r} says that {self.name} outputs {num_outputs} tokens, "
+                    f"but its layers {list(self.layers)} made {output.shape[0]}"
                 )
         return torch.cat(outputs)
 
@@ -353,14 +353,14 @@ class EncoderStage(nn.Module):
     # computed.
 
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
-        """Of what enters `layer` (of what leaves the last one)."""
+        """Returns the shape of the input of `layer` (past the last layer, of its output)."""
         width = self._widths[layer]
         if self._context is not None and self._is_shared(layer):
             return num_rows(self._documents(samples), (FULL,), self._context), width
         return sum(self._num_tokens(layer, samples)), width
 
     def _num_tokens(self, layer: int, samples: Sequence[Sample]) -> list[int]:
-        """Of each sample, of what enters `layer` (of what leaves the last one)."""
+        """Returns each sample's number of tokens at the input of `layer` (past the last layer, at its output)."""
         if layer <= self._head_layer:
             return [sample.num_tokens(self.name) for sample in samples]
         is_before_projector = layer == self._head_layer + 1 and layer < len(self._widths) - 1
@@ -373,13 +373,13 @@ class EncoderStage(nn.Module):
         return [sample.num_outputs(self.name) for sample in samples]
 
     def _selected_tokens(self, samples: Sequence[Sample]) -> list[int]:
-        """Of each sample: what the head hands on, before the callback after it."""
+        """Returns each sample's number of tokens after the head, before the callback."""
         if self._pooling is not None:
             return self._final_tokens(samples)
         return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
 
     def _select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Of each tile's features after the head, those that the layout hands on."""
+        """Selects the features of each tile, after the head, that the layout lists as outputs."""
         if self._pooling is not None:
             return hidden
         selections = self._selections(samples)
@@ -407,7 +407,7 @@ class EncoderStage(nn.Module):
         return tiles
 
     def _groups(self, hidden: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[Grids, Tensor]]:
-        """What runs together, in order: everything, or runs of tiles of equal length where the blocks take a batch."""
+        """Returns the tiles that run together, in order: all, or runs of equal length where blocks take a batch."""
         tiles = self._tiles(samples)
         if self.family.arrangement is not Arrangement.BATCH:
             yield [grid for grid, _ in tiles], hidden
@@ -425,5 +425,5 @@ class EncoderStage(nn.Module):
 
 
 def _tensor(output: Any) -> Tensor:
-    """Of a tensor, a tuple or a `ModelOutput`."""
+    """Returns the tensor of a block's output: the output itself, or the first of a tuple or `ModelOutput`."""
     return output if isinstance(output, Tensor) else output[0]

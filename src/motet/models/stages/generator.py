@@ -40,7 +40,7 @@ Objective = Literal["flow", "epsilon", "v"]
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionLoss:
-    """What is predicted, and how errors are averaged."""
+    """Loss of a diffusion model: the predicted quantity, and the average of errors."""
 
     objective: Objective = "flow"
     per: Literal["image", "place"] = "image"
@@ -69,7 +69,7 @@ class DiffusionLoss:
         return signal * noise - amount * clean
 
     def _amounts(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of signal and of noise."""
+        """Returns the amounts of signal and of noise."""
         if self.objective == "flow":
             amount = timesteps / NUM_TIMESTEPS
             signal = 1 - amount
@@ -116,7 +116,7 @@ class Item(NamedTuple):
 
     sample: Sample
     place: int
-    """Of the sample in the microbatch."""
+    """Index of the sample in the microbatch."""
     segment: Segment
     num_conditions: int
 
@@ -211,7 +211,7 @@ class GeneratorStage(nn.Module):
         return sum(self._num_rows(border, item) for item in self._items(samples)), width
 
     def _num_rows(self, border: int, item: Item) -> int:
-        """Of what enters the layer `border`."""
+        """Returns the number of rows of the input of layer `border`."""
         if border == 1:
             return item.num_conditions + bool(self._config["pooled_size"])
         return item.segment.num_tokens + item.num_conditions + self._family.num_time_vectors
@@ -321,7 +321,7 @@ class GeneratorStage(nn.Module):
         return streams
 
     def _loss_sum(self, patches: Tensor, items: Sequence[Item], noising: "Noising") -> Tensor:
-        """Of each image the mean squared error, times its places if these are what is averaged over."""
+        """Sums the mean squared error of each image, times its places if the average is over places."""
         patch, (rows, columns) = self._config["patch_size"], items[0].segment.grid
         cut = patches.unflatten(1, (rows, columns)).unflatten(3, (patch, patch, -1))
         predicted = cut.permute(0, 5, 1, 3, 2, 4).reshape(noising.clean.shape)

@@ -93,7 +93,7 @@ class LanguageModelStage(CausalStage):
         self.cross_attends = bool(cross_attention_layers(model))
         self._rules = attention_rules(model.config, media_attention)
         self._windows = {self._rules[block].window for block in self.own_blocks}
-        """Of the blocks that the stage holds."""
+        """Sliding windows of the stage's blocks."""
         self._context: ContextParallel | None = None
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
@@ -146,7 +146,7 @@ class LanguageModelStage(CausalStage):
     def held_tokens(
         self, border: int, samples: Sequence[Sample], options: ContextOptions, cp_size: int
     ) -> list[Rows] | None:
-        """Of what enters the layer `border`: which of the packed tokens each member of a group of this size holds."""
+        """Returns the packed tokens that each member of a group of this size holds of the input of layer `border`."""
         return tokens_of_members(self._documents(samples), rule_of_text(options), options, cp_size)
 
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
@@ -177,8 +177,8 @@ class LanguageModelStage(CausalStage):
         return StageOutput(self._all_tokens(states, sequences, context) if inputs.hands_on else None, loss)
 
     def forward_whole(self, inputs: StageInput, *, has_labels: bool) -> tuple[Tensor, Tensor | None]:
-        """Of a stage that is the whole model: the logits of all tokens [samples, longest sequence, vocabulary], padded
-        on the right, and the sum of the token losses."""
+        """Runs a stage that is the whole model. Returns the logits of all tokens [samples, longest sequence,
+        vocabulary], padded on the right, and the sum of the token losses."""
         sequences, context = self._sequences(inputs)
         _, logits = self._run(inputs, sequences, context, None)
         assert logits is not None
@@ -235,7 +235,7 @@ class LanguageModelStage(CausalStage):
         sequences: SequenceLayout,
         context: ContextSequence | None,
     ) -> tuple[Tensor, Tensor]:
-        """Of the tokens with a label; each token predicts the next of its own sample."""
+        """Returns the tokens with a label; each token predicts the next of its own sample."""
         labels = labels_of(features)
         if context is None:
             return labelled(labels, sequences.places())
@@ -245,7 +245,7 @@ class LanguageModelStage(CausalStage):
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:
             return all_tokens(states, sequences)
-        # Each member of the context-parallel group hands on all tokens, and gradients of the members are added up.
+        # Each member of the context-parallel group outputs all tokens, and gradients of the members are added up.
         return scale_gradient(context.gather(states[0]), 1 / self._context.size)
 
     def _enter(
@@ -325,5 +325,5 @@ def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None) -
 
 
 def _owners(samples: Sequence[Sample], source: str) -> Tensor:
-    """Of each output token of `source`, in the order (sample, item): the sample's place in the microbatch."""
+    """Returns the sample's index in the microbatch for each output token of `source`, in the order (sample, item)."""
     return torch.repeat_interleave(torch.tensor([sample.num_outputs(source) for sample in samples]))

@@ -66,8 +66,8 @@ class RouterLoss:
             self._recorded, self._logits = self._logits, None
 
     def loss(self, sample_of_row: Tensor, samples: Sequence[Sample], name: str, group: TensorParallel | None) -> Tensor:
-        """Of what was recorded: the sum over samples, each times its loss tokens; this rank's summand where `group`
-        shares the tokens.
+        """Returns the loss of what was recorded: the sum over samples, each times its loss tokens; this rank's summand
+        where `group` shares the tokens.
 
         Args:
             sample_of_row: of each row of the routers' logits; -1 where no token stands, or another rank's.

@@ -33,7 +33,7 @@ class StageInput:
     hidden: Tensor | None = None
     """The output of the module's previous stage; None on the first stage."""
     incoming: Mapping[str, Tensor] = field(default_factory=dict)
-    """By source module, the rows that it hands on [num_rows, width], in the order (sample, item)."""
+    """Output rows [num_rows, width] of each source module, in the order (sample, item)."""
     hands_on: bool = False
     """Whether other modules read the hidden states of a last stage that computes a loss too."""
     draw_key: tuple[int, ...] | None = None
@@ -43,15 +43,15 @@ class StageInput:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a language model's or caption decoder's input are."""
+        """Device of the input tensors of a language model or caption decoder."""
         return self.features[0]["input_ids"].device if self.hidden is None else self.hidden.device
 
 
 class StageOutput(NamedTuple):
-    """What a stage makes of one microbatch. Both tensors are roots of its backward; either may be absent."""
+    """Output of a stage for one microbatch. Both tensors are roots of its backward; either may be absent."""
 
     hidden: Tensor | None = None
-    """What the next stage reads; after the last stage, [sum of num_outputs, output_size] for other modules."""
+    """The next stage's input; after the last stage, [sum of num_outputs, output_size] for other modules."""
     loss: Tensor | None = None
     """The sum of the microbatch's losses, neither weighted nor averaged."""
 

@@ -28,7 +28,7 @@ class LeftForward(Exception):
 
 @dataclass
 class Handover:
-    """What crosses the borders of a stage in the forward that runs."""
+    """Values that cross the borders of a stage during its forward."""
 
     own: range
     """The stage's blocks."""
@@ -39,7 +39,7 @@ class Handover:
     """Whether a stand-in has returned them, so that they come to the stage's blocks by themselves, with what the model
     adds between blocks (deepstack)."""
     hidden: Tensor | None = None
-    """What the stage's last block returned."""
+    """Result of the stage's last block."""
     values: dict[int, Tensor] = field(default_factory=dict)
     """Those that are known, by their index in `forms`."""
 
@@ -68,7 +68,7 @@ class Handover:
 
 
 class StandIn(nn.Module):
-    """In the place of a module that another stage holds."""
+    """Stands in for a module that another stage holds."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class StandIn(nn.Module):
         self.__dict__["original"] = original.to("meta")
 
     def __getattr__(self, name: str) -> Any:
-        """What the model asks its layers (`attention_type`, `layer_idx`)."""
+        """Answers attributes that the model reads of its layers (`attention_type`, `layer_idx`)."""
         if name in ("_parameters", "_buffers", "_modules", "original"):
             raise AttributeError(name)
         return getattr(self.__dict__["original"], name)
@@ -87,7 +87,7 @@ class StandIn(nn.Module):
 
 
 class BlockStandIn(StandIn):
-    """In the place of a block."""
+    """Stands in for a block."""
 
     def __init__(self, original: nn.Module, block: int, handover: Handover) -> None:
         super().__init__(original)
@@ -107,7 +107,7 @@ class BlockStandIn(StandIn):
 
 
 class Behind(StandIn):
-    """In the place of the head. Reached where the model skipped all blocks behind the stage."""
+    """Stands in for the head. Reached where the model skipped all blocks behind the stage."""
 
     def __init__(self, original: nn.Module, handover: Handover) -> None:
         super().__init__(original)

@@ -1,4 +1,4 @@
-"""Searches for faster plans of towers that a loss contrasts, from the plans of planner `distmm` (planner `auto`).
+"""Searches for faster plans of contrastive towers, from the plans of planner `distmm` (planner `auto`).
 
 DistMM's load balancer ignores messages and batch-syncs, keeps one answer for each grouping of towers, and makes more
 than one stage only of what a node does not hold. From its best simulations this local search changes one unit (a tower,

@@ -98,9 +98,11 @@ def simulated(
 ) -> Sequence[tuple[Assignment, Evaluation]]:
     """Every candidate's plan. Raises `UserError` as `distmm` does."""
     if placement == "replicated":
-        raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
+        raise UserError(
+            "parallel.placement: distmm puts towers on separate ranks (parallel) or the same (colocated); leave it out"
+        )
     if problem.loss_module is None:
-        raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
+        raise UserError("parallel.planner: distmm lays out contrastive towers; the model has none")
     placed = (*problem.towers, *decoders(problem))
     others = problem.modules.keys() - {*placed, problem.loss_module}
     if others:
@@ -112,7 +114,7 @@ def simulated(
     if not found:
         raise UserError(
             f"parallel.planner: no layout of {' and '.join(placed)} fits into {problem.num_devices} devices; "
-            "more devices, other tp sizes, recompute or a smaller contrastive_batch_size would help"
+            "give more devices, other tp sizes, recompute or a smaller contrastive_batch_size"
         )
     return [(each, evaluate(problem, assigned_plan(problem, each))) for each in found]
 

@@ -1,4 +1,4 @@
-"""From the layouts of towers to a plan: each tower on its own ranks, or several on the same, and the loss on all that
+"""Makes plans from the layouts of towers: each tower on its own ranks, or several on the same, and the loss on all that
 hold features. A caption decoder has ranks of its own, after the towers'.
 
 Ranks are numbered tower by tower, then by replica, by stage, and tensor parallelism fastest, so tensor-parallel groups
@@ -98,7 +98,7 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
     placed = (*problem.towers, *decoders(problem))
     others = [name for name in problem.modules if name not in placed and name != loss]
     if loss is None or not problem.towers:
-        raise UserError("parallel: the model has no towers that a loss contrasts; take another planner")
+        raise UserError("parallel: the model has no contrastive towers; take another planner")
     if others:
         raise UserError(f"parallel: {', '.join(others)} beside the towers has no place in this layout; leave it out")
     for name in placed:

@@ -116,7 +116,7 @@ class OrchestrationProblem:
     zero1: bool = True
     """Optimizer state is sharded over the module's replicas."""
     state_copies: int = 1
-    """With `zero1`: number of replicas that keep the same shard."""
+    """Number of replicas that keep the same shard, with `zero1`."""
 
     def __post_init__(self) -> None:
         if [unit.role for unit in self.units.values()].count("language_model") != 1:
@@ -155,7 +155,7 @@ class _Rows:
     room: np.ndarray
     """Number of later stages with which it still fits into memory."""
     degrees: Mapping[str, np.ndarray]
-    """By module [rows, 4]: tp, pp, dp, vpp."""
+    """Degrees [rows, 4] of each module: tp, pp, dp, vpp."""
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -225,7 +225,7 @@ def orchestrate(problem: OrchestrationProblem) -> Orchestration:
     if best is None:
         raise UserError(
             f"parallel.planner: no layout of {', '.join(problem.units)} fits into {problem.num_devices} devices of "
-            f"{problem.device_bytes / 2**30:.1f} GiB; more devices, recompute or smaller microbatches would help"
+            f"{problem.device_bytes / 2**30:.1f} GiB; give more devices, recompute or smaller microbatches"
         )
     return best
 
@@ -249,7 +249,7 @@ def evaluate_degrees(problem: OrchestrationProblem, degrees: Mapping[str, UnitDe
         found = _best_combination(restricted, count, rows, inf) if all(map(len, rows.values())) else None
         if found is not None:
             return found
-    raise UserError(f"parallel: {dict(degrees)} does not fit into devices and memory, or is not among what is allowed")
+    raise UserError(f"parallel: {dict(degrees)} does not fit into devices and memory, or is not allowed")
 
 
 def _microbatch_counts(problem: OrchestrationProblem) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -49,7 +49,9 @@ def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -
 
     Raises `ValueError` if there are fewer devices than modules, and for a placement other than `parallel`."""
     if placement not in (None, "parallel"):
-        raise UserError(f"parallel.placement: disttrain gives every module its own ranks; {placement} shares them")
+        raise UserError(
+            f"parallel.placement: disttrain gives every module its own ranks, but is {placement}; leave it out"
+        )
     orchestration = orchestration_problem(problem)
     evaluations: list[Evaluation] = []
     for _ in range(MAX_TIGHTENED):
@@ -126,7 +128,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     if not dp_sizes:
         allowed = " or ".join(map(str, problem.dp_sizes))
         raise UserError(
-            f"parallel.limits: dp is {allowed}, but disttrain deals out the global batch of {len(problem.samples)} "
+            f"parallel.limits: dp is {allowed}, but disttrain divides the global batch of {len(problem.samples)} "
             "evenly; allow a number that divides it"
         )
     estimator = problem.estimator

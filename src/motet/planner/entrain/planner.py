@@ -135,7 +135,9 @@ def entrain(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 
     Raises `UserError` if there are fewer devices than modules, and for a placement other than `parallel`."""
     if placement not in (None, "parallel"):
-        raise UserError(f"parallel.placement: entrain gives every module its own ranks; {placement} shares them")
+        raise UserError(
+            f"parallel.placement: entrain gives every module its own ranks, but is {placement}; leave it out"
+        )
     found = sorted(_with_dp(problem), key=lambda each: each[1].iteration_s)
     if not found:
         if len(problem.modules) <= problem.num_devices:

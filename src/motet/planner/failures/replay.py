@@ -218,7 +218,7 @@ class _Run:
         self.policy, self.warning_s = policy, warning_s
         self.now_s = start_s
         self.ready_s = start_s
-        """When iterations continue."""
+        """Time at which iterations continue."""
         self.current = PolicyState(iteration_s=inf, pause_s=0.0)
         self.unsaved = 0
         """Complete iterations since the last checkpoint."""
@@ -364,7 +364,7 @@ class TemplatePolicy:
     """0: checkpoints are written asynchronously."""
     plan: Plan | None = None
     owned: OwnedStates | None = None
-    """Under ZeRO-1: which ranks own which optimizer states."""
+    """Ranks that own each optimizer state under ZeRO-1."""
     order: list[str] = field(default_factory=list)
     """Nodes by their place in the plan."""
     waiting: list[str] = field(default_factory=list)

@@ -76,7 +76,7 @@ class EncoderPipelines:
     closing_s: float = 0.0
     """Reduction of its gradients, after its last backward and after the language model's reduction."""
     message_s: float = 0.0
-    """From an encoder stage to the next, and between encoder and language model."""
+    """Seconds of a message from an encoder stage to the next, and between encoder and language model."""
 
     @property
     def num_pipelines(self) -> int:

@@ -56,7 +56,7 @@ class LlmPipeline:
     all_gather_s: float = 0.0
     reduce_scatter_s: float = 0.0
     message_s: float = 0.0
-    """From one stage to the next."""
+    """Seconds of a message from one stage to the next."""
 
     @property
     def num_chunks(self) -> int:

@@ -237,7 +237,7 @@ class Reconfiguration:
     message: str
     """For the user: what was lost and what is done."""
     plan: Plan | None = None
-    """None where training stops."""
+    """The next plan; None if training stops."""
     old_ranks: tuple[int | None, ...] = ()
     """By new rank: its old rank; None: its node has joined. Ranks beyond the plan's belong to survivors that no
     template takes, then to leaving nodes; these only send copies."""
@@ -317,8 +317,9 @@ def reconfigure_below(
     num_joined: int = 0,
     owned: OwnedStates | None = None,
 ) -> tuple[Reconfiguration, str | None]:
-    """As `reconfigure`, but where too few nodes are left to survive `templates.failures`, for as many failures as can
-    be survived. The second result is the message that too few nodes are left; None if there are enough."""
+    """Reconfigures like `reconfigure` but, where too few nodes are left to survive `templates.failures`, for as many
+    failures as can be survived. The second result is the message that too few nodes are left; None if there are
+    enough."""
     first = found = reconfigure(plan, templates, lost=lost, leaving=leaving, num_joined=num_joined, owned=owned)
     for failures in range(templates.failures - 1, -1, -1):
         if found.plan is None:

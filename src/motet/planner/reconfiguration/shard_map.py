@@ -25,9 +25,9 @@ from motet.plan import LayerRange, ModulePlan, Plan, Stage
 from motet.planner.reconfiguration.copies import Ranges, plan_copies
 
 LayerBytes = Mapping[str, Sequence[float]]
-"""By module and layer: bytes of parameters and optimizer state; 0 for frozen layers, which are built, not copied."""
+"""Bytes of parameters and optimizer state, by module and layer; 0 for frozen layers, which are built, not copied."""
 StateBytes = Mapping[str, Sequence[Sequence[float]]]
-"""By module, layer and parameter: bytes of the optimizer state; nothing for frozen parameters."""
+"""Bytes of the optimizer state, by module, layer and parameter; frozen parameters have no entry."""
 
 
 class Part(NamedTuple):
@@ -154,7 +154,7 @@ class State(NamedTuple):
 
 
 HeldStates = Mapping[int, Mapping[State, Ranges]]
-"""By rank and state: the units of it."""
+"""Units of each state that each rank holds."""
 
 
 class StatesToCopy(NamedTuple):

@@ -40,7 +40,7 @@ class ParameterReplica:
 
 ReplicasByParameter = Mapping[str, Sequence[ParameterReplica]]
 StateOwners = ReplicasByParameter
-"""By parameter: the replicas that keep its optimizer state."""
+"""Replicas that keep the optimizer state of each parameter."""
 
 
 def choose_state_owners(replicas: ReplicasByParameter, number: int) -> StateOwners:
@@ -113,7 +113,7 @@ def _add(load: dict[int, float], holder: ParameterReplica, sign: int) -> None:
 
 
 OwnedStates = Mapping[State, Sequence[tuple[int, ...]]]
-"""By state: the groups of ranks that own it, each in the order of its shares."""
+"""Groups of ranks that own each state, each group in the order of its shares."""
 
 
 @dataclass(frozen=True)

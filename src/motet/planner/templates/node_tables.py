@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """By kind, [batch, first layer]: costs of all stages of one group and length; infinite where none is possible."""
+    """Costs [batch, first layer] of all stages of one group and length, by kind; infinite where none is possible."""
 
     before: Floats
     after: Floats
@@ -114,7 +114,7 @@ class NodeTables:
     segments: Segments
     limits: Limits
     stages: Mapping[int, list[StageCosts]]
-    """By number of devices; entry d - 1 is for stages of d layers."""
+    """Stage costs by number of devices; entry d - 1 is for stages of d layers."""
     last_stages: Mapping[int, list[StageCosts]]
     """The same for the last stages of nodes."""
     before: list[Floats]
@@ -359,7 +359,7 @@ class CountedTables:
     devices_per_node: int
     most_in_flight: int
     stages: dict[tuple[Group, int], StageCosts]
-    """By group and number of layers."""
+    """Stage costs by group and number of layers."""
     last_stages: dict[tuple[Group, int], StageCosts]
     """The same for the last stages of nodes."""
     after: list[Floats]

@@ -45,7 +45,7 @@ class Template:
 
     num_nodes: int
     replicas: Mapping[str, Replica]
-    """By module, on the ranks 0, 1, ... num_nodes * devices_per_node - 1; all of them are used."""
+    """Replicas by module, which together use all ranks 0 to num_nodes * devices_per_node - 1."""
     fill_s: float = 0.0
     """Seconds of an iteration with one microbatch."""
     slowest_s: float = 1.0
@@ -68,7 +68,7 @@ class Templates:
     state_bytes: StateBytes | None = None
     """The optimizer states' part of `layer_bytes` where not all pipelines keep them (ZeRO-1); None: all do."""
     state_copies: int = 1
-    """Under ZeRO-1: the number of pipelines that keep each state."""
+    """Number of pipelines that keep each optimizer state under ZeRO-1."""
     fully_sharded: tuple[str, ...] = ()
     """Modules whose parameters context-parallel ranks share."""
 
@@ -135,8 +135,8 @@ def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...
     if len(set(numbers.values())) > 1:
         listed = ", ".join(f"{name} {number}" for name, number in numbers.items())
         raise UserError(
-            f"plan: modules have unequal numbers of replicas ({listed}); failures can be survived "
-            "where each replica of a module belongs to one pipeline: give all modules equally many"
+            f"plan: modules have unequal numbers of replicas ({listed}); to survive failures, each "
+            "pipeline needs one replica of each module: give all modules equally many"
         )
     result: list[set[int]] = [set() for _ in range(next(iter(numbers.values())))]
     for _, r, _, stage in plan.stages():
@@ -171,7 +171,7 @@ def min_max_counts(templates: Sequence[Template], total: int) -> tuple[int, ...]
 def check_num_microbatches(total: int, num_pipelines: int) -> None:
     if total < num_pipelines:
         raise UserError(
-            f"{total} microbatches cannot be shared out among {num_pipelines} pipelines; "
+            f"{total} microbatches cannot be divided among {num_pipelines} pipelines; "
             f"give at least {num_pipelines} (a larger global batch, or more and smaller microbatches)"
         )
 

@@ -51,7 +51,9 @@ def oobleck(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 
     Raises `UserError` if the cluster cannot hold f + 1 pipelines, or the batch cannot be divided among them."""
     if placement not in (None, "parallel"):
-        raise UserError(f"parallel.placement: oobleck gives every module its own ranks; {placement} shares them")
+        raise UserError(
+            f"parallel.placement: oobleck gives every module its own ranks, but is {placement}; leave it out"
+        )
     templates = make_templates(problem)
     total = total_microbatches(problem)
     plans = [

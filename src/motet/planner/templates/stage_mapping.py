@@ -430,7 +430,7 @@ class _Borders(NamedTuple):
     totals: Floats
     """[batch, k* in the last module or in an encoder, first device of the last module]"""
     paths: list[Floats]
-    """By encoder, [batch, end]: the longest path through it and the encoders before it, if its devices end there."""
+    """Longest path [batch, end] through an encoder and those before it, if its devices end there; by encoder."""
     slow_paths: list[Floats]
     """The same if k* is in one of these encoders."""
 

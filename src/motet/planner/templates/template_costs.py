@@ -33,9 +33,9 @@ class Sharing:
 
 
 def mapping_problems(problem: PlanningProblem, *, fully_sharded: Collection[str]) -> list[MappingProblem]:
-    """Of their best mappings the better one makes the template. Where there are two, the first is for pipelines whose
-    language model has no context parallelism, and the second for those where it has. `fully_sharded`: modules of which
-    ranks that share tokens share the parameters.
+    """Returns the mapping problems of a template, which is the best of their solutions. If there are two, the first is
+    for pipelines whose language model has no context parallelism, and the second for those where it has.
+    `fully_sharded`: modules of which ranks that share tokens share the parameters.
 
     Raises `UserError` if the user's limits leave a module no group of devices within a node."""
     name = problem.sinks[0]

@@ -44,7 +44,7 @@ _TICK_S = 0.02
 
 
 class StoreContents:
-    """What a store holds, with a revision for each change. `silence_s`: of a node that counts as lost."""
+    """Contents of a store, with a revision for each change. `silence_s`: of a node that counts as lost."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s

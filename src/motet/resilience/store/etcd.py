@@ -1,10 +1,10 @@
 """A store in etcd: it survives the loss of any machine of the training, and of as many of etcd as its quorum allows.
 
 All keys of a run stand under `/motet/NAME/ATTEMPT/`. An attempt begins with nothing, whenever all nodes start anew.
-Values carry an HMAC of the run's secret, so whoever can write to etcd but does not know it joins nothing and proposes
-nothing. A node is alive as long as its lease is. A thread reads what is new whenever a watch tells of a change, and
-every `READ_S` besides, as a watch stays silent when its server dies; another server is asked when one fails. While
-none answers, training goes on and memberships do not change.
+Values carry an HMAC of the run's secret, so a client that can write to etcd but does not know it joins nothing and
+proposes nothing. A node is alive as long as its lease is. A thread reads what is new whenever a watch tells of a
+change, and every `READ_S` besides, as a watch stays silent when its server dies; another server is asked when one
+fails. While none answers, training goes on and memberships do not change.
 
 Servers are named as in `etcd://h1:2379,h2:2379,h3:2379/NAME`. Certificates and the user come from the variables of
 etcdctl: ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY and ETCDCTL_USER (user:password).
@@ -49,7 +49,7 @@ class EtcdAddress:
 
     @staticmethod
     def parse(text: str) -> "EtcdAddress | None":
-        """None if the text is of another form."""
+        """Parses an address; None if the text has another form."""
         servers, _, name = text.removeprefix(_SCHEME).partition("/")
         found = [host_and_port(server) for server in servers.split(",")]
         if not text.startswith(_SCHEME) or None in found or not re.fullmatch(r"[\w.-]{1,100}", name):
@@ -61,7 +61,7 @@ class EtcdAddress:
 
 
 StoreAddress = Address | EtcdAddress
-"""Where a store is: host and port of an embedded one, or a run's place in etcd."""
+"""Address of a store: host and port of an embedded one, or a run's name in etcd."""
 
 
 class EtcdStore(AbstractContextManager["EtcdStore"]):

@@ -1,4 +1,4 @@
-"""The interface of stores in which the nodes of a run agree, and the secret that whoever uses one must know.
+"""The interface of stores in which the nodes of a run agree, and the secret that its clients must know.
 
 Two stores have it: `embedded`, a process beside the one that starts the run, and etcd. A store holds texts by key, each
 written once, and the numbers of nodes that give signs of life. Clients keep a copy of it, which `sync` brings up to

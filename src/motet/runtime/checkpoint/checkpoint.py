@@ -134,7 +134,7 @@ def read_latest(folder: Path) -> tuple[Path, TrainingState] | None:
         except UserError as error:
             _tell(f"{str(error).partition(';')[0]}; trying the checkpoint before it")
     if checkpoints:
-        raise UserError(f"train.resume: of the {len(checkpoints)} checkpoints in {folder} none is whole; start anew")
+        raise UserError(f"train.resume: of the {len(checkpoints)} checkpoints in {folder} none is whole; start again")
     return None
 
 
@@ -233,7 +233,7 @@ def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
         else:
             raise UserError(
                 f"train.resume: {checkpoint} has no optimizer state of {name.split('/', 2)[2]}; it was written while "
-                "that part was frozen, so freeze it or start anew"
+                "that part was frozen, so freeze it or start again"
             )
         raise UserError(
             f"train.resume: {checkpoint} is of another model: {difference}; resume the run file that wrote it"

@@ -28,7 +28,7 @@ from motet.models.from_run_file import KIND_OF, media_attention_of
 from motet.models.materialize import read_part_config
 from motet.plan import LANGUAGE_MODEL
 
-# Files that are there whole or not at all, whoever is ended while they are written.
+# Files that exist whole or not at all, also if a process is killed while it writes them.
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -58,7 +58,7 @@ class TrainingState:
     """The plan's JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    """What the model computes (`computation_of`); empty in old checkpoints."""
+    """Values that determine what the model computes (`computation_of`); empty in old checkpoints."""
 
 
 @dataclass(frozen=True)

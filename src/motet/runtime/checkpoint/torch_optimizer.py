@@ -29,7 +29,7 @@ class TorchOptimizerStates:
             for key, value in self._optimizer.state.get(p.parameter, {}).items():
                 if not isinstance(value, Tensor) or (value.dim() and value.shape != p.parameter.shape):
                     raise UserError(
-                        f"optimizer: {type(self._optimizer).__name__} keeps {key}, which is no tensor of its "
+                        f"optimizer: {type(self._optimizer).__name__} keeps {key}, which does not have its "
                         "parameter's shape; save the model without the optimizer"
                     )
                 found.setdefault(p.parameter, {})[key] = value

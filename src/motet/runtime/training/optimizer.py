@@ -30,7 +30,7 @@ class OptimizerConfig:
     learning_rate: float
     """Peak, for parts that are not named in `part_learning_rates`."""
     part_learning_rates: Mapping[str, float]
-    """By part: `vision.module`, `vision.projector`, `language_model.module`."""
+    """Peak learning rates by part, such as `vision.module`, `vision.projector`, `language_model.module`."""
     weight_decay: float
     betas: tuple[float, float]
     eps: float
@@ -51,7 +51,7 @@ class LearningRateSchedule:
     min_ratio: float
 
     def factor(self, finished_steps: int) -> float:
-        """In the step after so many finished ones."""
+        """Factor in the step after so many finished ones."""
         if finished_steps < self.warmup_steps:
             return (finished_steps + 1) / self.warmup_steps
         if self.shape == "constant":

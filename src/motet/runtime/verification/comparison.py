@@ -28,17 +28,18 @@ from torch import Tensor
 FLOOR = 1e-3
 ROUNDING_MULTIPLE = 4.0
 ZERO_BY_MATHEMATICS = 1e-6
-"""Of the floor: a gradient that is smaller in float64 is nothing but rounding."""
+"""Share of the floor below which a float64 gradient is zero by mathematics: its float32 value is all rounding."""
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2.0**-8}
-"""By `train.dtype`, for the loss and for gradients beyond what is forgiven. bfloat16 rounds by 2^-9 at most, twice."""
+"""Tolerances of loss and gradients by `train.dtype`, beyond the rounding that is forgiven. bfloat16 rounds by 2^-9 at
+most, twice."""
 
 
 @dataclass(frozen=True)
 class LossAndGradients:
     loss: float
     gradients: Mapping[str, Tensor]
-    """By parameter name, whole."""
+    """Whole gradients by parameter name."""
     unreached: Set[str] = frozenset()
     """Parameters that have no gradient because no sample reaches them; zeros stand in `gradients`."""
 
@@ -48,9 +49,9 @@ class References:
     """The plain model on the batch."""
 
     plain: LossAndGradients
-    """In the run's own dtype."""
+    """Plain transformers in the run's own dtype."""
     exact: LossAndGradients
-    """In float64; the same thing as `plain` for a run in float64."""
+    """Plain transformers in float64; the same object as `plain` for a run in float64."""
 
     def of_runs_in(self, dtype: str) -> LossAndGradients:
         """The reference that such a run is compared with."""
@@ -86,13 +87,13 @@ class Comparison:
     worst_parameter: str
     max_grad_rel_err_of_module: dict[str, float]
     max_raw_grad_rel_err: float
-    """With nothing forgiven."""
+    """Largest error without any forgiven rounding."""
     worst_raw_parameter: str
     num_parameters_compared: int
     floored_parameters: list[str]
     """Their error is relative to the floor, not to their own gradient."""
     zero_by_mathematics: list[ZeroGradient]
-    """Those of them whose gradient is all rounding; empty in float64."""
+    """Floored parameters whose gradient is all rounding; empty in float64."""
     unreached_parameters: list[str]
     """No sample of the batch reaches them: they have no gradient, or one of zeros, in the reference and in the run."""
     failures: list[str]
@@ -175,7 +176,8 @@ def _compare_parameters(
     floors: Mapping[str, float],
     zero: set[str],
 ) -> tuple[dict[str, _Errors], list[str]]:
-    """Of each parameter that both sides have, the worst version's error; and what is wrong whatever the tolerance."""
+    """Returns the worst version's error of each parameter that both sides have, and failures that no tolerance
+    allows."""
     reference = references.of_runs_in(dtype)
     forgiven = _forgiven(references, floors, zero, dtype)
     failures: list[str] = []

@@ -32,7 +32,7 @@ TRIALS: Mapping[str, Trial] = {
 }
 """Of the language model; encoders are on the first rank."""
 KIND_OF_TOKEN = {"image": 1, "video": 2, "audio": 3}
-"""What processors return as `mm_token_type_ids`; text is 0."""
+"""Values of `mm_token_type_ids` that processors return; text is 0."""
 LARGEST = 20_000_000
 """Parameters. Larger ones have sizes of which motet does not know that they may shrink."""
 
@@ -40,7 +40,7 @@ LARGEST = 20_000_000
 def composite_capabilities(
     config: PretrainedConfig, features: Sequence[str] = tuple(TRIALS), *, again: bool = False
 ) -> Capabilities:
-    """What the family of a model of several modalities is capable of: read, or probed now and kept.
+    """Returns the capabilities of a multimodal model's family: stored ones, or those probed now and stored.
 
     `features`: of `TRIALS`, those that have to be known. Raises `UserError` as `probe_composite`, and under torchrun if
     one is not known."""

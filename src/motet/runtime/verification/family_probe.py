@@ -58,7 +58,7 @@ BuildNodes = Callable[[], Mapping[str, ModuleNode]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a feature runs."""
+    """A run of the probe: a plan and options that exercise one feature."""
 
     stages: tuple[tuple[int, ...], ...] = ((0,), (1,))
     """The ranks of each stage."""
@@ -102,13 +102,13 @@ def config_of(model: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{model}: is no model_type of transformers {transformers.__version__}, and its configuration could not be "
-            f"had ({_first_line(error)}); give a folder, a hub id or a model_type such as llama"
+            f"{model}: is not a model_type of transformers {transformers.__version__}, and its configuration could not "
+            f"be had ({_first_line(error)}); give a folder, a hub id or a model_type such as llama"
         ) from None
 
 
 def capabilities_of(config: PretrainedConfig, *, again: bool = False) -> Capabilities:
-    """What the family of a causal language model is capable of: read, or probed now and kept.
+    """Returns the capabilities of a causal language model's family: stored ones, or those probed now and stored.
 
     Args:
         config: of the user's model; only its tiny version is built.

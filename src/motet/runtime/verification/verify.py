@@ -30,7 +30,7 @@ from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
 
 Versions = dict[str, list[Tensor]]
-"""By parameter name: every version of a tensor that ranks hold, one if they agree."""
+"""Versions of each parameter's tensor that ranks hold, by name; one version if all ranks agree."""
 
 BuildReference = Callable[[], Mapping[str, ModuleNode]]
 """Builds the model's modules plainly, in the dtype of the run's parameters; what the run froze is frozen in them."""

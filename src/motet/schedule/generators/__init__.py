@@ -41,10 +41,10 @@ GENERATORS: Mapping[str, Generator] = {
 }
 
 SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"})
-"""Those that cut backwards into their halves; the others can be no faster than the bound for whole ones."""
+"""Schedules that split backwards into halves. The lower bound for whole backwards holds for all others."""
 
 CONTRASTING = frozenset({"distmm_pipe"})
-"""Those made for towers that are contrasted; run files refuse them for other models, for which they are 1F1B."""
+"""Schedules for contrastive towers. Run files refuse them for other models, for which they are 1F1B."""
 
 WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling", "zero_bubble_h1", "zero_bubble_h2"})
-"""Those that go by what memory there is; the others' orders are what they are, whether or not they fit."""
+"""Schedules whose order depends on the available memory."""

@@ -1,9 +1,9 @@
-"""DistMM-Pipe: 1F1B for towers that are contrasted, with a batch-sync for every contrastive batch (DistMM section 5.4).
+"""DistMM-Pipe: 1F1B for contrastive towers, with a batch-sync for every contrastive batch (DistMM section 5.4).
 
 The backwards of a contrastive batch of K microbatches can only begin after its batch-sync. So a stage with d stages
 after it in its tower begins with K + d forwards, where 1F1B begins with d + 1, and then alternates one forward and one
 backward: while the backwards of one contrastive batch run, so do the forwards of the next. The last stage always has
-something to do, and with two contrastive batches or more the only idle times are 1F1B's own. With one contrastive batch
+something to do, and with two contrastive batches or more the only bubbles are 1F1B's own. With one contrastive batch
 this is GPipe.
 
 Towers may differ in stages, replicas and K; nothing but the batch-syncs joins their schedules (schedule alignment).

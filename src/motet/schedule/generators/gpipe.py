@@ -1,10 +1,10 @@
 """GPipe (Huang et al. 2019, section 2.3): all forwards, then all backwards.
 
-Over a DAG of modules nothing changes: each stage takes its microbatches in their order, whoever feeds it. Backwards
-come in the order of the forwards here (the paper draws them reversed; the time is the same). Where stages share ranks
-the order between them is not given by the paper: there the list scheduler finds it under the same rule.
+Over a DAG of modules nothing changes: each stage takes its microbatches in their order, wherever they come from.
+Backwards come in the order of the forwards here (the paper draws them reversed; the time is the same). Where stages
+share ranks the order between them is not given by the paper: there the list scheduler finds it under the same rule.
 
-Where towers are contrasted, this is done for one contrastive batch after the other, with the batch-sync between its
+With contrastive towers, this is done for one contrastive batch after the other, with the batch-sync between its
 forwards and its backwards (DistMM section 5.4 and Figure 6), so that no more of them are kept than one.
 """
 

@@ -46,7 +46,8 @@ def interleaved_1f1b(routes: Routes, costs: Durations | None = None, *, memory: 
 def interleaved_1f1b_adjusted(
     routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None
 ) -> Schedule:
-    """With the adjusted warm-up. `costs` and `memory` matter only where the closed form does not hold."""
+    """Interleaved 1F1B with the adjusted warm-up. `costs` and `memory` matter only where the closed form does not
+    hold."""
     return _interleaved(routes, costs, memory, forwards_per_place=1)
 
 

@@ -123,7 +123,7 @@ class _Clock:
         self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
         backwards = self.first_backward + np.flatnonzero(routes.cell_has_backward)
         self.actions = np.concatenate([np.arange(routes.num_cells), backwards[::-1]])
-        """In topological order."""
+        """Actions in topological order."""
         self.tables = ActionTables(Dependencies(routes), self.actions, duration_s)
         self.routes_out = routes.routes_out.lengths.tolist()
         source = routes.route_source.tolist()
@@ -179,7 +179,7 @@ class _Clock:
         self.holding = [0] * len(routes.stages)
         """Microbatches of each stage that are saved for the backward."""
         self.to_save = [int(routes.cell_has_backward[stage.first : stage.last].sum()) for stage in routes.stages]
-        """Those that are not yet."""
+        """Number of cells whose activations are not saved yet."""
         if memory is None:
             return
         self.sizes = [
@@ -192,7 +192,7 @@ class _Clock:
             self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
 
     def run(self) -> list[list[int]]:
-        """What each unit executes."""
+        """Runs the policy and returns the actions of each unit."""
         for action in self.actions.tolist():
             if not self.missing[action]:
                 self._push(action)
@@ -296,7 +296,7 @@ class _Clock:
                 self.bytes_held[unit] += sign * self.sizes[cell]
 
     def _finish(self, action: int, idle: set[int]) -> None:
-        """Frees the action's ranks and hands on what it wrote; adds the units that may have something to start."""
+        """Frees the action's ranks and passes on what it wrote; adds the units that may have something to start."""
         stage = self.cell_stage[action % self.num_cells]
         self.num_running[self.pipeline[stage]] -= 1
         for unit in self.units[stage]:

@@ -79,8 +79,8 @@ class TowerTurns(NamedTuple):
 
 
 def tower_turns(routes: Routes) -> list[TowerTurns] | None:
-    """None where there is no closed form: without a loss, with modules beside the towers, where groups overlap in part,
-    or hold stages of towers that are not cut alike."""
+    """Returns the turns of towers; None if there is no closed form: without a loss, with modules beside the towers,
+    where groups overlap in part, or hold stages of towers that are not cut alike."""
     plan = routes.plan
     towers = {edge.source for edge in plan.edges if edge.target == plan.loss_module}
     if plan.modules.keys() - towers != {plan.loss_module} or len(plan.edges) != len(towers):
@@ -134,7 +134,7 @@ def in_flight_without_loss(routes: Routes) -> dict[StageKey, int]:
 
 
 def stages_before_the_loss(routes: Routes) -> set[StageKey]:
-    """Those whose backwards wait for batch-syncs: of towers, not of a decoder that reads one."""
+    """Returns the stages whose backwards wait for batch-syncs: those of towers, not of a decoder that reads one."""
     found: set[StageKey] = set()
     for stage, targets in reversed(stages_after(routes).items()):
         if any(target in found or target.module == routes.plan.loss_module for target in targets):

@@ -1,14 +1,14 @@
 """ZB-H1 and ZB-H2 over a DAG of modules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2 and figure 3).
 
-Forwards and input halves stand as in 1F1B and the weight halves fill what would be idle (`fill_weights`). A stage with
+Forwards and input halves stand as in 1F1B and the weight halves fill bubbles (`fill_weights`). A stage with
 d stages between it and the sink begins with d forwards in H1, as in 1F1B, and with 2 d in H2. What a rank may hold is
 what its replica's first stage holds: P microbatches in H1, as many as 1F1B's first rank does, and 2 P - 1 in H2.
 
-With F, I and W on P equal stages, H1 leaves a rank at most (P - 1)(F + I - W) idle between its first and its last
-action, if W <= F; 1F1B leaves (P - 1)(F + I + W). H2 leaves nothing where F = I = W. An iteration of H2 is then *not*
-shorter than one of H1: its last rank begins (P - 1) F later than the first. It pays where I takes longer than W, where
-modules run beside each other, or where iterations overlap; the latter needs the paper's optimizer step that waits for
-no other rank, and motet's waits for the norm of all gradients.
+With F, I and W on P equal stages, H1 leaves a rank a bubble of at most (P - 1)(F + I - W) between its first and its
+last action, if W <= F; 1F1B leaves (P - 1)(F + I + W). H2 leaves nothing where F = I = W. An iteration of H2 is then
+*not* shorter than one of H1: its last rank begins (P - 1) F later than the first. It pays where I takes longer than W,
+where modules run beside each other, or where iterations overlap; the latter needs the paper's optimizer step that waits
+for no other rank, and motet's waits for the norm of all gradients.
 
 Over modules that cut the batch differently, ranks that stages share, or where that would not fit into memory, another
 schedule's order is split: bubble filling's (interleaved 1F1B's or the list scheduler's, where that one does not apply),
