@@ -79,10 +79,8 @@ def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[st
             merge="placeholder",
             placeholder_token_ids=placeholders,
         )
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         loss.backward()
-        for parameter in trainable.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(trainable.values(), config.train.clip_grad_norm).item())
         for group in optimizer.param_groups:

@@ -264,7 +264,7 @@ def striped(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
 MOST_NODES = 200
 """Nodes of the branch-and-bound search of `ilp`: a limit on seconds would give each rank a distribution of its own."""
 MOST_VARIABLES = 4096
-"""Limit of `ilp`; larger problems are `lpt`'s."""
+"""Variables of the largest problem of `ilp`; larger ones are `lpt`'s."""
 
 
 def ilp(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
