@@ -175,23 +175,32 @@ def simulate(
     return Prediction(evaluation, report_evaluation(evaluation, dtype=config.train.dtype))
 
 
-def verify(run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None = None) -> dict[str, Any]:
+def verify(
+    run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None = None, steps: int = 0
+) -> dict[str, Any]:
     """Compares loss and every gradient under the plan with the same model in one process of plain transformers.
+    `steps`: compares the weights after so many steps of the optimizer, too.
 
     Returns the JSON of `motet verify`; `passed` says whether they are equal. Starts its own processes; under torchrun
     it joins those, and the result is empty on all ranks but the first.
     """
     set_environment()
     config = _config(run, overrides)
+    if steps and (config.train.dtype != "float64" or config.model.towers):
+        what = "towers" if config.model.towers else f"train.dtype {config.train.dtype}"
+        raise UserError(
+            f"--steps: compares steps of the optimizer in float64, of models without towers, not {what}; "
+            f"{'leave it out' if config.model.towers else 'add --dtype float64'}"
+        )
     from motet.planner.evaluate import check_same_model
 
     problem = read_problem(config)
     plan = read_or_make_plan(plan, config, problem)
     check_same_model(problem, plan)
     from motet.runtime.launch import launch
-    from motet.runtime.verification.verify import verify_worker
+    from motet.runtime.verification.worker import verify_worker
 
-    return launch(verify_worker, config, plan, **_processes_of(config, plan)) or {}
+    return launch(verify_worker, config, plan, steps, **_processes_of(config, plan)) or {}
 
 
 def train(

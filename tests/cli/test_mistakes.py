@@ -146,7 +146,7 @@ def test_files_that_are_no_run_files(
         (CONTEXT % "policy: lpd", "context.policy: is \"lpd\"; did you mean 'lpt'?"),
         (CONTEXT % "policy: best", 'context.policy: is "best"; give one of lpt, lpt_uncapped, snake'),
         (CONTEXT % "block_size: 0", "context.block_size: is 0; give a whole number at least 1"),
-        (CONTEXT % "method: ring", 'context.method: is "ring"; give one of all_gather, ulysses'),
+        (CONTEXT % "method: circle", 'context.method: is "circle"; give one of all_gather, ulysses, ring'),
         (
             CONTEXT % "block_size: 4, method: ulysses",
             "language_model.context.method: ulysses cannot divide 4 query heads by cp_size 3; use all_gather",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from masks import MASKS, attention_in_float64
+from sampling import in_campaigns
 
 from motet.attention.kernels.backends import backend_for
 from motet.attention.masks.distribution import check_ulysses, distribute
@@ -67,13 +68,13 @@ def check(kind: str, size: int, block_size: int, method: Any) -> list[dict[str, 
     return ranks
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize("kind", ["causal", "own_item", "gemma_window", "padding"])
 def test_equals_one_rank(kind: str, method: Any) -> None:
     check(kind, 3, 16, method)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_a_rank_without_tokens(method: Any) -> None:
     ranks = check("causal", 3, 80, method)
     assert sorted(rank["num_local"] for rank in ranks) == [0, 70, 80]
@@ -97,9 +98,9 @@ def test_ulysses_needs_whole_heads() -> None:
     check_ulysses(12, 6, 3)
 
 
-def attend_with_kernels(rank: int, backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+def attend_with_kernels(rank: int, backend: Any, method: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     mask, device = MASKS["own_item"], torch.device("cpu")
-    cp = ContextParallel(dist.group.WORLD, rank, 2, ContextOptions(block_size=32))
+    cp = ContextParallel(dist.group.WORLD, rank, 2, ContextOptions(block_size=32, method=method))
     distribution = distribute(tile_counts(mask, 32).pairs, 2, num_tokens=150, block_size=32)
     shared = SharedAttention(mask, distribution, cp, backend_for(device, backend), device)
     tokens = distribution.tokens_of(rank)
@@ -111,11 +112,12 @@ def attend_with_kernels(rank: int, backend: Any, dtype: torch.dtype) -> list[tor
     return [out.detach().double(), *(leaf.grad.double() for leaf in leaves)]
 
 
-def test_the_kernels_compute_what_dense_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["all_gather", *in_campaigns(["ring"])])
+def test_the_kernels_compute_what_dense_attention_does(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiles of long rows shared out, over the keys of both ranks."""
     monkeypatch.setattr(context_parallel, "MOST_TILES_OF_A_TASK", 2)
-    dense = run_distributed(attend_with_kernels, 2, "dense", torch.float64)
-    kernels = run_distributed(attend_with_kernels, 2, "triton", torch.float32)
+    dense = run_distributed(attend_with_kernels, 2, "dense", method, torch.float64)
+    kernels = run_distributed(attend_with_kernels, 2, "triton", method, torch.float32)
     for mine, other in zip(kernels, dense, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert b.norm() > 0

@@ -1,17 +1,28 @@
 """Replicas that share parameters (FSDP over data parallelism): `motet verify`, and what stays in memory."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 import pytest
 import torch
 from distributed import run_distributed
-from one_process import check
+from one_process import check, check_drawn
 from sampling import in_campaigns
-from scenario import Scenario, ScenarioBatch
+from scenario import FROZEN, Scenario, ScenarioBatch
+from training import first_samples, run_config
 
+from motet.costs.memory import MemoryOptions, static_layer_bytes
+from motet.families.configured_graph import read_workloads
 from motet.parallel import fully_sharded, row_shards
+from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.assembly import build_engine, build_optimizer
+from motet.runtime.verification.worker import verify_worker
+
+NUM_DRAWS = int(os.environ.get("MOTET_SHARING_DRAWS", "60"))
+SEED = os.environ.get("MOTET_SHARING_SEED", "16")
 
 SHARED = Scenario(fully_sharded=True, placement="shared", dp=2, sharded_replicas=2, num_samples=8)
 HALF = replace(SHARED, items="half", llm_pp=2)
@@ -49,6 +60,67 @@ def test_equals_one_process(name: str) -> None:
     check(CASES[name])
 
 
+def draw(rng: Random) -> Scenario:
+    """Replicas that share parameters, with every other kind of parallelism that four processes allow."""
+    dp, sharded_replicas, tp, cp, llm_pp = rng.choice(
+        [
+            (2, 2, 1, 1, 1),
+            (2, 2, 1, 1, 2),
+            (2, 2, 2, 1, 1),
+            (2, 2, 1, 2, 1),
+            (3, 3, 1, 1, 1),
+            (4, 2, 1, 1, 1),
+            (4, 4, 1, 1, 1),
+        ]
+    )
+    frozen = rng.choice(sorted(FROZEN))
+    return replace(
+        SHARED,
+        llm=rng.choice(["llama", "qwen3", "gemma3", "llama-tied"]),
+        vision=rng.choice(["siglip", "dinov2", "clip"]),
+        frozen=frozen,
+        items=rng.choice(["mixed", "half", "one"] + ["none"] * ("language_model" not in FROZEN[frozen])),
+        dp=dp,
+        sharded_replicas=sharded_replicas,
+        tp=tp,
+        cp=cp,
+        encoder_cp=cp,
+        sequence_parallel=tp > 1 and rng.random() < 0.5,
+        llm_pp=llm_pp,
+        num_microbatches=rng.choice([1, 2, 3]) if dp < 4 else 1,
+        num_samples=rng.choice([7, 8, 9]) if dp < 4 else rng.choice([4, 5]),
+        recompute=rng.random() < 0.3,
+        packing=cp == 1 and rng.random() < 0.2,
+        schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+    )
+
+
+@pytest.mark.campaign
+def test_drawn_layouts() -> None:
+    print(f"MOTET_SHARING_SEED={SEED} MOTET_SHARING_DRAWS={NUM_DRAWS}")
+    check_drawn(draw, check, SEED, NUM_DRAWS)
+
+
+def test_the_plan_of_planner_fsdp_equals_one_process(tmp_path: Path) -> None:
+    """Gradients, and weights after two steps of the optimizer."""
+    config = run_config(
+        tmp_path,
+        train__dtype="float64",
+        parallel__planner="fsdp",
+        parallel__explicit={},
+        parallel__placement=None,
+        parallel__limits={"dp": (2,)},
+        cluster__num_devices=2,
+    )
+    plan = plan_for(config, planning_problem(config, first_samples(config.train.global_batch_size)))
+    assert all(module.sharded_replicas == 2 for module in plan.modules.values())
+    result = run_distributed(lambda rank: verify_worker(config, plan, 2), 2, timeout=120)[0]
+    assert result["failures"] == []
+    assert result["max_grad_rel_err"] <= 1e-9
+    assert result["steps"] == 2
+    assert result["max_weight_rel_err"] <= 1e-9
+
+
 def trained(scenario: Scenario) -> tuple[list[float], int, int]:
     """Losses and gradient norms of three updates; bytes of parameters, gradients and states that stay here, and those
     of whole ones."""
@@ -75,10 +147,18 @@ def trained(scenario: Scenario) -> tuple[list[float], int, int]:
 def test_training_keeps_a_share_of_everything(dp: int) -> None:
     scenario = replace(SHARED, dp=dp, sharded_replicas=dp, dtype="float32", num_samples=2 * dp)
     plain = replace(scenario, fully_sharded=False, sharded_replicas=1)
+    predicted = sum(
+        static_layer_bytes(
+            layer, trainable=True, tp_size=1, num_holders=1, num_shares=dp, fully_sharded=True, options=MemoryOptions()
+        )
+        for workload in read_workloads(scenario.config()).values()
+        for layer in workload.layers
+    )
     expected, _, _ = run_distributed(lambda rank: trained(plain), dp)[0]
     for values, num_bytes, whole in run_distributed(lambda rank: trained(scenario), dp):
         assert values == pytest.approx(expected, rel=2e-6)
         assert num_bytes <= 1.1 * whole / dp
+        assert num_bytes == pytest.approx(predicted, rel=0.02)
 
 
 def units_at_once(scenario: Scenario) -> tuple[int, int]:

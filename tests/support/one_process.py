@@ -13,16 +13,17 @@ from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.config import RunConfig
 from motet.families.configured_graph import read_graph
+from motet.models.from_run_file import plain_nodes
 from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import autocast_for, build_engine
 from motet.runtime.engine import Engine
-from motet.runtime.verification.verify import Comparison, plain_nodes, verify_batch
+from motet.runtime.verification.verify import Comparison, verify_batch
 
 T = TypeVar("T")
 
 
 @torch.no_grad()
-def _perturb(engine: Engine) -> None:
+def perturb(engine: Engine) -> None:
     """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
     for p in engine.model.parameters:
         if not p.is_kept:
@@ -44,7 +45,7 @@ def verify(scenario: Scenario, before: Before = lambda engine, config, batch: No
     assert dist.get_world_size() == plan.num_ranks
     with float64_throughout() if scenario.dtype == "float64" else nullcontext():
         engine: Engine = build_engine(config, plan, torch.device("cpu"))
-        _perturb(engine)
+        perturb(engine)
         batch = ScenarioBatch(scenario, config)
         before(engine, config, batch)
         return verify_batch(

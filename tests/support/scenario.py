@@ -58,6 +58,7 @@ class Scenario:
     encoder_cuts: tuple[int, ...] = ()
     """As the language model's, of both encoders."""
     cp_method: str = "all_gather"
+    cp_policy: str = "lpt"
     context_block: int = CONTEXT_BLOCK
     media_attention: str = "causal"
     sequence_parallel: bool = False
@@ -178,6 +179,7 @@ class Scenario:
                 context=ContextOptions(
                     block_size=self.context_block,
                     method=self.cp_method,  # type: ignore[arg-type]
+                    policy=self.cp_policy,
                     media_attention=self.media_attention,
                 ),
             )

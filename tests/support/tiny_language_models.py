@@ -70,6 +70,7 @@ EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 MIXTURES = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EXPERTS}),
+    "mixtral-kernels": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,

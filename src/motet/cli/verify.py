@@ -16,6 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["float32", "float64", "bfloat16"],
         help="replaces train.dtype; float64 separates errors from rounding best",
     )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="compare the weights after so many steps of the optimizer, too (float64)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -23,7 +26,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.overrides.append(f"train.dtype={arguments.dtype}")
     from motet.api import verify
 
-    result = verify(load_config(arguments), plan=arguments.plan)
+    result = verify(load_config(arguments), plan=arguments.plan, steps=arguments.steps)
     if not result:
         return {}
     print(_text(result))
@@ -37,6 +40,11 @@ def _text(result: dict[str, Any]) -> str:
         f"relative error {_number(result['loss_rel_err'], 3)}",
         f"largest error of a gradient {_number(result['max_grad_rel_err'], 3)}: {result['worst_parameter']}",
     ]
+    if result.get("steps"):
+        lines.append(
+            f"largest error of {result['num_weights_compared']} weights after {result['steps']} steps of the optimizer "
+            f"{_number(result['max_weight_rel_err'], 3)}: {result['worst_weight']}"
+        )
     if result["zero_by_mathematics"]:
         names = ", ".join(zero["parameter"] for zero in result["zero_by_mathematics"])
         lines.append(f"zero by mathematics, so that all of the gradient is rounding: {names}")

@@ -145,6 +145,12 @@ class GeneratorConfig(PartConfig):
     queries_learning_rate: LearningRate | None = None
     """Peak learning rate of the query tokens; null: `train.learning_rate`."""
 
+    @model_validator(mode="after")
+    def _has_no_adapters(self) -> "GeneratorConfig":
+        if self.train.lora is not None:
+            raise ValueError("train.lora: is not supported for generators; leave it out")
+        return self
+
 
 class TowerConfig(PartConfig):
     part: Literal["image", "text"] | None = None

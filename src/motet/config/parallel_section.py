@@ -10,10 +10,12 @@ from motet.config.section import Count, Degree, Degrees, Section
 class ContextConfig(Section):
     block_size: Count = 128
     """Number of consecutive tokens that are assigned to a rank together."""
-    policy: Literal["lpt", "lpt_uncapped", "snake", "zigzag", "contiguous", "striped", "random"] = "lpt"
-    """Assignment of blocks to ranks: `lpt` balances the attention; the others serve for comparison."""
-    method: Literal["all_gather", "ulysses"] = "all_gather"
-    """Gather keys and values on all ranks, or exchange tokens for heads, whose number cp must divide."""
+    policy: Literal["lpt", "lpt_uncapped", "snake", "zigzag", "contiguous", "striped", "random", "ilp"] = "lpt"
+    """Assignment of blocks to ranks: `lpt` balances the attention; the others serve for comparison (`ilp`: an integer
+    program, solved anew for every microbatch)."""
+    method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    """Gather keys and values on all ranks, exchange tokens for heads, whose number cp must divide, or pass keys and
+    values from rank to rank (ring attention; with policy `contiguous` or `zigzag` Cornstarch's baselines)."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
     """Implementation of attention: motet's Triton kernels, FlexAttention or torch's dense attention; auto: the kernels
     on a GPU, dense attention elsewhere."""

@@ -175,6 +175,9 @@ class TrainConfig(Section):
     """Share of the peak learning rate at the last step."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient of the whole model; 0: no clipping."""
+    update_unreached: bool = False
+    """Whether parameters that no sample of a step reaches, as an encoder's in a step without images, are updated with a
+    gradient of zero, so that moments and decay move them; otherwise they stay as they are, as in a plain loop."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the computation; bfloat16 is autocast, with float32 weights."""
     seed: CountOrNever = 0

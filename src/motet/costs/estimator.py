@@ -348,13 +348,14 @@ class Estimator:
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 
-    def num_trainable(self, name: str, *, tp: int) -> list[int]:
-        """Parameters of each layer with a gradient on each rank of a tensor-parallel group."""
+    def num_trainable(self, name: str, *, tp: int, ep: int = 1) -> list[int]:
+        """Parameters of each layer with a gradient on each rank of a tensor-parallel group, whose experts `ep` ranks
+        share."""
         of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
-        return [layer.num_trained_per_rank(tp) if trainable else 0 for layer, trainable in of_layers]
+        return [layer.num_trained_per_rank(tp, ep) if trainable else 0 for layer, trainable in of_layers]
 
     def static_bytes(
-        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False
+        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False, ep: int = 1
     ) -> list[int]:
         """Parameters, gradients, optimizer state and autocast's copies of each layer on each rank.
 
@@ -374,6 +375,7 @@ class Estimator:
                     options=self.memory,
                     num_shares=num_shares,
                     fully_sharded=fully_sharded,
+                    ep=ep,
                 )
                 for index, layer in enumerate(self.workloads[name].layers)
             ]
@@ -383,7 +385,7 @@ class Estimator:
             parts = [layer.part for layer in self.workloads[name].layers]
             return [a + b * (part != "block") for a, b, part in zip(static, gathered, parts, strict=True)]
 
-        return self.remembered(("static bytes", name, tp, num_holders, num_shares, fully_sharded), compute)
+        return self.remembered(("static bytes", name, tp, num_holders, num_shares, fully_sharded, ep), compute)
 
     def gathered_block_bytes(self, name: str, tp: int, cp: int) -> int:
         """Parameters and gradients of the largest block that a rank of a fully sharded stage gathers from others."""

@@ -92,10 +92,15 @@ def part_type(model_type: str, kind: Kind) -> str:
     return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)
 
 
+def compute_experts_in(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Chooses the eager implementation of experts for float64, in which transformers' kernels do not compute."""
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"
+
+
 def model_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype, where: str) -> Any:
     """The model without memory. `where`: its key in the run file. Raises `UserError` where it cannot be built."""
-    if dtype == torch.float64:
-        config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
+    compute_experts_in(config, dtype)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), default_dtype(dtype):
             return model_class(config)

@@ -22,7 +22,7 @@ from motet.config import (
     RunConfig,
     TowerConfig,
 )
-from motet.families.classes import Kind, default_dtype, model_class_of
+from motet.families.classes import Kind, compute_experts_in, default_dtype, model_class_of
 from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.models.composite import CompositeNode
@@ -110,6 +110,7 @@ def _plain_node(
             remove_dropout(own)
             return own
         hf_config = read_part_config(part, kind, where=key)
+        compute_experts_in(hf_config, dtype)
         with default_dtype(dtype):  # Some families compute constants when they are built.
             model: nn.Module = model_class_of(hf_config.model_type, kind)(hf_config)
         remove_dropout(model)

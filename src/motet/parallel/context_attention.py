@@ -7,6 +7,8 @@ send. Gradients are added in the order of ranks: results are the same bit by bit
 
 *Ulysses* (Jacobs et al. 2023): two all-to-alls trade tokens for heads, where the heads divide by the group.
 
+*Ring*: keys and values go from rank to rank (`motet.parallel.ring_attention`).
+
 Deviation: the papers gather all blocks.
 """
 
@@ -27,6 +29,7 @@ from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.attention.masks.distribution import Distribution
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import blocks_seen
+from motet.parallel.ring_attention import ring_attention
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import ContextOptions
 
@@ -81,12 +84,14 @@ class SharedAttention:
         """Derives masks and exchanges ahead of the first call."""
         if self.cp.size > 1 and self.cp.options.method == "all_gather":
             _ = self.exchange, self.mask_of_gathered
+        elif self.cp.size > 1 and self.cp.options.method == "ring":
+            _ = self.masks_of_owners
         else:
             _ = self.mask_of_all
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attends from this rank's n tokens to all; inputs and output are [1, heads, n, dim]."""
-        attend = _gathered if self.cp.options.method == "all_gather" else _traded
+        attend = {"all_gather": _gathered, "ulysses": _traded, "ring": ring_attention}[self.cp.options.method]
         if self.cp.size == 1:
             attend = _alone
         whole = len(self._blocks[self.cp.rank]) * self.cp.options.block_size
@@ -117,6 +122,11 @@ class SharedAttention:
     def mask_of_gathered(self) -> DeviceMask:
         """The mask of this rank's queries over the keys that it receives."""
         return self._device_mask(self._blocks[self.cp.rank], np.concatenate(self.received_blocks))
+
+    @cached_property
+    def masks_of_owners(self) -> list[DeviceMask]:
+        """The masks of this rank's queries over the keys of each rank."""
+        return [self._device_mask(self._blocks[self.cp.rank], keys) for keys in self._blocks]
 
     @cached_property
     def mask_of_all(self) -> DeviceMask:

@@ -201,6 +201,11 @@ def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel,
     if cp.options.method == "ulysses":
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
         check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.size)
+    if cp.options.method == "ring" and cp.options.backend == "flex":
+        raise UserError(
+            "parallel: context.backend: flex cannot merge attention to parts of the keys, as method ring does; give "
+            "auto, triton or dense"
+        )
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     check_backend(device, cp.options.backend, block_size=cp.options.block_size, head_dim=head_dim)
 

@@ -50,6 +50,7 @@ class _Unit:
             if trainable := [p for p in own if p.requires_grad]:
                 self._trainable[owner] = trainable
         self._num_bytes = {owner: flat.untyped_storage().nbytes() for owner, flat in self._flat.items()}
+        self._reached: set[Tensor] = set()
         self.is_whole = True
 
     def gather(self) -> None:
@@ -70,6 +71,7 @@ class _Unit:
         """Sums gradients over the group; afterwards only owners have them."""
         sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for owner, parameters in self._trainable.items():
+            self._reached.update(p for p in parameters if p.grad is not None)
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             work = dist.reduce(flat, group=self._members.group, group_dst=owner, async_op=True)
             sums[owner] = work, flat
@@ -82,6 +84,11 @@ class _Unit:
                 parameters = self._trainable[owner]
                 for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                     parameter.grad = total.view_as(parameter)
+
+    def take_reached(self) -> set[Tensor]:
+        """The parameters to which this rank has brought gradients since the last call."""
+        reached, self._reached = self._reached, set()
+        return reached
 
     def drop(self) -> None:
         """Frees the parameters that other ranks own."""
@@ -136,12 +143,17 @@ class FullySharded:
         """Collective. `by_block`: all ranks of the group run the same actions in this step, and gather each block in
         each of them. Otherwise everything is gathered now, and gradients are summed when the step ends."""
         self._is_by_block = by_block
+        self.take_reached()
         if not by_block:
             for parameter in self._shards:
                 parameter.grad = None  # The step before may have failed.
             self._drop_all()
             for unit in self._units:
                 unit.gather()
+
+    def take_reached(self) -> set[Tensor]:
+        """After a step: the parameters, or this rank's rows of them, to which this rank has brought gradients."""
+        return {parameter for unit in self._units for parameter in unit.take_reached()}
 
     def end_step(self, *, with_gradients: bool) -> None:
         """Collective."""

@@ -97,6 +97,13 @@ class RowUnit:
         for flat in self._flats:
             flat.sum_gradients()
 
+    def take_reached(self) -> set[Tensor]:
+        """The rows of parameters to which this rank has brought gradients since the last call."""
+        reached = {rows for flat in self._flats for rows in flat.reached}
+        for flat in self._flats:
+            flat.reached.clear()
+        return reached
+
     def drop(self) -> None:
         """Frees the whole parameters; the rows stay."""
         for flat in self._flats:
@@ -117,6 +124,7 @@ class _FlatRows:
         self._whole: list[Tensor] = []
         """The memory of each parameter, padded likewise: [ranks, size]."""
         self.shards: dict[nn.Parameter, RowShard] = {}
+        self.reached: set[Tensor] = set()
         for parameter, own in zip(self._parameters, self._own.split(sizes), strict=True):
             values = parameter.detach()
             whole = values.new_zeros(members.size, own.numel())
@@ -153,6 +161,7 @@ class _FlatRows:
                 padded = nn.functional.pad(parameter.grad.reshape(-1), (0, into.numel() - parameter.numel()))
                 into.copy_(padded.view_as(into))
                 parameter.grad = None
+                self.reached.add(self.shards[parameter].rows)
         total = flat.new_empty(self._trainable_size)
         dist.reduce_scatter_tensor(total, flat, group=self._members.group)
         for parameter, own in zip(trainable, total.split(sizes), strict=True):

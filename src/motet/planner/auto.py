@@ -43,6 +43,7 @@ from math import inf
 from typing import NamedTuple
 
 from motet.errors import UserError
+from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
 from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.distmm.local_search import search_towers
@@ -304,6 +305,9 @@ def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], plac
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
         if MEMORY_AWARE in schedules:
             evaluations += within_memory(problem, layouts, MEMORY_AWARE, known=evaluations)
+        if may_share_experts(problem):
+            sharing = replace(problem, shares_experts=True)
+            evaluations += best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
     evaluations += _sharing(problem, evaluations)
@@ -393,7 +397,11 @@ def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 def _sharing(problem: PlanningProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The fastest plans that do not fit, with parameters that replicas share."""
     fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
-    missed = [e for e in evaluations if not e.fits and e.iteration_time_s < fastest]
+    missed = [
+        e
+        for e in evaluations
+        if not e.fits and e.iteration_time_s < fastest and all(m.ep == 1 for m in e.plan.modules.values())
+    ]
     tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
     return [evaluate(problem, plan) for each in tried for plan in sharing_plans(problem, each.plan)]
 
@@ -522,13 +530,24 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
     return [evaluate(problem, replace(plan, modules=modules))]
 
 
+def may_share_experts(problem: PlanningProblem) -> bool:
+    """Whether a module has experts that ranks can share, of a family that has been shown equal with it."""
+    return not problem.failures and any(
+        module.workload.numbers_of_experts and SHOWN_EQUAL.get(module.workload.family, frozenset()) >= OF_EXPERTS
+        for module in problem.modules.values()
+    )
+
+
 def _is_sequence_parallel(plan: Plan) -> bool:
     return any(module.sequence_parallel for module in plan.modules.values())
 
 
 def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
-    """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none). If replicas
-    share parameters in the chosen plan, whatever the memory, and with one owner of each optimizer state."""
+    """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none), and with the
+    memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
+    of each optimizer state."""
+    if any(module.ep > 1 for module in chosen.modules.values()):
+        problem = replace(problem, shares_experts=True)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         device = replace(problem.cluster.device, memory_bytes=UNLIMITED_BYTES)
         cluster, memory = replace(problem.cluster, device=device), replace(problem.memory, zero1=True)
@@ -574,6 +593,7 @@ def _shape(plan: Plan) -> str:
             tp_sizes = sorted(_tp_sizes(plan, name))
             groups = f" x tp {' and '.join(map(str, tp_sizes))}" if tp_sizes != [1] else ""
             groups += " with sequence parallelism" if module.sequence_parallel else ""
+            groups += f" x ep {module.ep}" if module.ep > 1 else ""
             groups += f" x cp {stages[0].cp_size}" if stages[0].cp_size > 1 else ""
             parts.append(f"{name} {len(stages)} stages{groups} x {len(module.replicas)} replicas")
     return ", ".join(parts)

@@ -61,6 +61,20 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         )
 
 
+def expert_sizes(problem: PlanningProblem, name: str, tp: int, num_replicas: int) -> list[int]:
+    """Numbers of ranks, above 1, that may share the module's experts, ascending."""
+    numbers = problem.modules[name].workload.numbers_of_experts
+    if not numbers or problem.modules[name].workload.kind != "language_model":
+        return []
+    sizes = [tp * k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
+    return [ep for ep in sizes if ep > 1 and all(number % ep == 0 for number in numbers)]
+
+
+def largest_ep(problem: PlanningProblem, name: str, tp: int, num_replicas: int) -> int:
+    """The most ranks that may share the module's experts; 1 unless the problem is about plans that share them."""
+    return max(expert_sizes(problem, name, tp, num_replicas), default=1) if problem.shares_experts else 1
+
+
 def _check_experts(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
     numbers = problem.modules[name].workload.numbers_of_experts
     key = f"parallel: {name}.ep is {degrees.ep}"

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.degrees import check_degrees, most_stages
+from motet.planner.degrees import check_degrees, largest_ep, most_stages
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import DEFAULT_CONTEXT, Degrees, PlanningProblem
 
@@ -286,9 +286,11 @@ def _planned(problem: PlanningProblem, layout: Layout, name: str) -> ModulePlan:
             )
     module = problem.modules[name]
     is_cut = any(layout.tp(name, chunk.group) > 1 for chunk in chunks)
+    tp_sizes = {layout.tp(name, chunk.group) for chunk in chunks}
     return module.planned(
         replicas,
         sequence_parallel=layout.sequence_parallel and is_cut,
+        ep=largest_ep(problem, name, min(tp_sizes), len(replicas)) if len(tp_sizes) == 1 else 1,
         context=module.context if layout.cp(name) > 1 else DEFAULT_CONTEXT,
     )
 

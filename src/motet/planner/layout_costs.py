@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
+from motet.planner.degrees import largest_ep
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
 
@@ -73,7 +74,8 @@ class LayoutCosts:
         num_replicas = layout.num_replicas(name)
         key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
         if key not in self._sums:
-            self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
+            remembered = ("layout sums", *key, self.problem.shares_experts)
+            self._sums[key] = self.problem.remembered(remembered, lambda: self._sum_layers(*key))
         return self._sums[key]
 
     def _sum_layers(self, name: str, tp: int, cp: int, dp: int, alone: bool, sequence_parallel: bool) -> _Sums:
@@ -84,7 +86,8 @@ class LayoutCosts:
             )
             for lightest in (False, True)
         )
-        static = problem.estimator.static_bytes(name, tp, dp, cp=cp)
+        ep = largest_ep(problem, name, tp, dp)
+        static = problem.estimator.static_bytes(name, tp, dp, cp=cp, ep=ep)
         saved = problem.estimator.saved_bytes(name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
 
         def prefix(values: Sequence[float]) -> list[float]:
@@ -101,7 +104,7 @@ class LayoutCosts:
             lightest_backward_s=prefix([half(time) for time in lightest]),
             static_bytes=prefix(static),
             saved_bytes=prefix(saved),
-            updated=prefix(problem.estimator.num_trainable(name, tp=tp)),
+            updated=prefix(problem.estimator.num_trainable(name, tp=tp, ep=ep)),
         )
 
     def _heads_and_tails(self, layout: Layout) -> tuple[list[float], list[float]]:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
-from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
+from motet.planner.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
 from motet.planner.problem import PlanningProblem
 
 
@@ -94,7 +94,7 @@ class _Modules:
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self._static_bytes: dict[tuple[str, Size], int] = {}
-        self._num_updated: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._num_updated: dict[tuple[str, Size], int] = {}
         self._work_s: dict[tuple[str, Size, bool], float] = {}
 
     def share_s(self, sizes: Sizes) -> float:
@@ -112,7 +112,12 @@ class _Modules:
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
-            each = [self.problem.estimator.static_bytes(name, tp, size.num_replicas, cp=size.cp) for tp in size.tp]
+            each = [
+                self.problem.estimator.static_bytes(
+                    name, tp, size.num_replicas, cp=size.cp, ep=largest_ep(self.problem, name, tp, size.num_replicas)
+                )
+                for tp in size.tp
+            ]
             self._static_bytes[name, size] = sum(
                 min(size.num_holders(tp) * num_bytes for tp, num_bytes in zip(size.tp, layer, strict=True))
                 for layer in zip(*each, strict=True)
@@ -121,10 +126,18 @@ class _Modules:
 
     def num_updated(self, name: str, size: Size) -> int:
         """Parameters that optimizers update, on all ranks together."""
-        if (name, size.tp) not in self._num_updated:
-            each = [[tp * n for n in self.problem.estimator.num_trainable(name, tp=tp)] for tp in size.tp]
-            self._num_updated[name, size.tp] = sum(map(min, zip(*each, strict=True)))
-        return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size.tp]
+        if (name, size) not in self._num_updated:
+            each = [
+                [
+                    tp * n
+                    for n in self.problem.estimator.num_trainable(
+                        name, tp=tp, ep=largest_ep(self.problem, name, tp, size.num_replicas)
+                    )
+                ]
+                for tp in size.tp
+            ]
+            self._num_updated[name, size] = sum(map(min, zip(*each, strict=True)))
+        return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size]
 
 
 def _num_shares(sizes: Sizes) -> int:

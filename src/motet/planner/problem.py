@@ -137,6 +137,9 @@ class PlanningProblem:
     """A typical global batch."""
     num_microbatches: int
     """Per replica."""
+    shares_experts: bool = False
+    """Whether as many ranks as can be share a mixture's experts in searched layouts, and may in plans that bounds are
+    for."""
     query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
     """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
     among `modules`, and their edges not among `edges`: no planner has to place them."""

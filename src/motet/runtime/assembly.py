@@ -124,7 +124,21 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
         assign=assignment_by_costs(config, plan),
         expect=iteration_costs(config, plan),
         num_spare_ranks=num_spare_ranks,
+        keeps_unreached=not config.train.update_unreached,
     )
+
+
+def part_learning_rates(config: RunConfig) -> dict[str, float]:
+    """Peak learning rate of each part: `<module>.module`, `<module>.projector`."""
+    rates, default = {}, config.train.learning_rate
+    for name, module in read_graph(config).modules.items():
+        part = module.part
+        rates[f"{name}.module"] = part.learning_rate or default
+        if isinstance(part, GeneratorConfig) and module.workload.family == QUERY_TOKENS:
+            rates[f"{name}.module"] = part.queries_learning_rate or default
+        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig | GeneratorConfig):
+            rates[f"{name}.projector"] = part.projector_learning_rate or default
+    return rates
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
@@ -132,19 +146,11 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     zero1 = config.parallel.zero1 and config.train.failures is None
     assert not (zero1 and model.sharded), "run files and plans in which both shard the states are refused"
     train = config.train
-    rates = {}
-    for name, module in read_graph(config).modules.items():
-        part = module.part
-        rates[f"{name}.module"] = part.learning_rate or train.learning_rate
-        if isinstance(part, GeneratorConfig) and module.workload.family == QUERY_TOKENS:
-            rates[f"{name}.module"] = part.queries_learning_rate or train.learning_rate
-        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig | GeneratorConfig):
-            rates[f"{name}.projector"] = part.projector_learning_rate or train.learning_rate
     return Optimizer(
         model.parameters,
         OptimizerConfig(
             learning_rate=train.learning_rate,
-            part_learning_rates=rates,
+            part_learning_rates=part_learning_rates(config),
             weight_decay=train.weight_decay,
             betas=train.betas,
             eps=train.eps,

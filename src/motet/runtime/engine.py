@@ -3,7 +3,7 @@
 import hashlib
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -75,7 +75,8 @@ class Engine:
     """Runs a plan on this rank. Collective: every rank makes one with the same arguments.
 
     `expect`: by what actions are ordered, as where the plan was evaluated; None: all take equally long, and memory is
-    no limit. Batches of one form are ordered as the first of them."""
+    no limit. Batches of one form are ordered as the first of them. `keeps_unreached`: a parameter that no sample of a
+    batch reaches has no gradient after an iteration, as in a plain loop; otherwise its gradient is zero."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Engine:
         assign: Assign = contiguous_assignment,
         expect: Expect | None = None,
         num_spare_ranks: int = 0,
+        keeps_unreached: bool = False,
     ) -> None:
         check_assignment(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
@@ -109,6 +111,11 @@ class Engine:
             for key, stage in self.model.stages.items()
         }
         self.executor = Executor(mesh, runners, self.model.reducers, reductions(plan), device)
+        self._trained: list[str] = []
+        """Names of all trainable parameters of the model, if those that are not reached are to be found."""
+        if keeps_unreached:
+            mine = sorted({p.name for p in self.model.parameters if p.reduce is not None})
+            self._trained = sorted({name for names in gather_values(list[str], mine) for name in names})
         self.wants_pause: Callable[[], bool] = lambda: False
         """Asked at the end of every iteration; all ranks learn whether it is true of any."""
         self.gradients_are_complete = False
@@ -181,8 +188,11 @@ class Engine:
             if name in losses and runner.reports_loss(self.model.mesh.rank):
                 totals[list(losses).index(name)] += runner.loss_sum
         if not forward_only:
+            reached = self.model.reached()
             with self.executor.doing("the sums inside tensor-parallel groups"):
                 self.model.finish_gradients()
+            if self._trained:
+                self._forget_unreached(reached)
             totals[-3] = self.model.counted_squared_norm()
             self.gradients_are_complete = True
         totals[-2] = self.wants_pause()
@@ -200,6 +210,14 @@ class Engine:
     def weighted_loss(self, sums: Mapping[str, float], tokens: Mapping[str, int]) -> float:
         """The weighted sum of the modules' mean losses."""
         return sum(self.plan.modules[name].loss_weight * value / max(1, tokens[name]) for name, value in sums.items())
+
+    def _forget_unreached(self, mine: Set[str]) -> None:
+        """Leaves parameters without gradient that no rank's microbatches have reached. Collective.
+
+        All ranks learn it before gradients are complete: after a failure, each of them finishes the step alone."""
+        reached = torch.tensor([float(name in mine) for name in self._trained], device=self.device)
+        self.executor.sum_over_ranks(reached, "of reached parameters")
+        self.model.forget_gradients({n for n, count in zip(self._trained, reached.tolist(), strict=True) if not count})
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm over the whole model is at most `max_norm`. Collective.

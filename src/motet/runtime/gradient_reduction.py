@@ -2,8 +2,8 @@
 
 The buckets of a reduction are started in a fixed order, the same on every holder: a bucket as soon as its parameters
 have their final gradient in this rank's last backward of the stage, and the rest when the program reaches the
-reduction. A parameter that no microbatch reached takes part with zeros. Sums, never averages: the loss is already
-divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
+reduction. A parameter that no microbatch of this rank reached takes part with zeros. Sums, never averages: the loss is
+already divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
 
 Holders may have tensor-parallel groups of different sizes. A parameter that all of them cut evenly, along one
 dimension, is summed in the pieces of all cuts together: each piece by those who hold it, in buckets, within the
@@ -70,10 +70,13 @@ class Bucket:
     """Parameters whose sums are of no use here: another rank of a fully sharded stage keeps them."""
     missing: set[Tensor] = field(default_factory=set)
     """Parameters of an armed reduction that await their final gradient."""
+    reached: set[Tensor] = field(default_factory=set)
+    """Parameters to which a microbatch of this rank has brought a gradient."""
     _flat: Tensor | None = None
     _work: dist.Work | None = None
 
     def start(self) -> None:
+        self.reached = {p for copies in self.parameters for p in copies if p.grad is not None}
         if self.group.group is None:
             for copies in self.parameters:
                 if len(copies) > 1 or copies[0].grad is None:
@@ -127,6 +130,10 @@ class GradientReducer:
     def can_overlap(self) -> bool:
         """Whether every parameter has one local copy, so that its gradient is final in one backward."""
         return all(b.group.group is not None and all(len(c) == 1 for c in b.parameters) for b in self._buckets)
+
+    def reached(self) -> set[Tensor]:
+        """Parameters to which a microbatch of this rank brought a gradient in the iteration; after `start`."""
+        return {parameter for bucket in self._buckets for parameter in bucket.reached}
 
     def arm(self) -> None:
         """Called before this rank's last backward of the layers, if it is a whole one: buckets may start within it."""
@@ -287,6 +294,10 @@ class WholeSum:
     firsts: ReduceGroup | None
     tp: TensorParallel
     parameters: Sequence[tuple[Copies, Shard | None]]
+
+    def reached(self) -> set[Tensor]:
+        """Parameters to which a microbatch of this rank brought a gradient; before `run`."""
+        return {parameter for copies, _ in self.parameters for parameter in copies if parameter.grad is not None}
 
     @torch.no_grad()
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """The part of the model on this rank: its stages, and the global name and the holders of each parameter."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -244,6 +244,19 @@ class LocalModel:
                 members = [(_tensors(copies), copies[0].shard) for copies in whole]
                 self._whole_sums.append(WholeSum(groups.firsts, whole[0][0].tp, members))
         return reducers
+
+    def reached(self) -> set[str]:
+        """Names of the parameters to which this rank's microbatches brought gradients in the last iteration; before
+        `finish_gradients`."""
+        found = {parameter for reducer in self.reducers.values() for parameter in reducer.reached()}
+        found.update(parameter for whole_sum in self._whole_sums for parameter in whole_sum.reached())
+        within = {key: sharded.take_reached() for key, sharded in self.sharded.items()}
+        return {p.name for p in self.parameters if p.reduce is not None and p.parameter in within.get(p.stage, found)}
+
+    def forget_gradients(self, names: Set[str]) -> None:
+        for p in self.parameters:
+            if p.name in names:
+                p.parameter.grad = None
 
     @torch.no_grad()
     def finish_gradients(self) -> None:

@@ -75,6 +75,7 @@ from motet.runtime.checkpoint.folder import TrainingState
 from motet.runtime.checkpoint.torch_optimizer import TorchOptimizerStates
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
+from motet.runtime.whole_matrices import watch_optimizers
 from motet.schedule.generators import GENERATORS
 
 FIVE_MINUTES = timedelta(minutes=5)
@@ -127,7 +128,9 @@ class ParallelModule(nn.Module):
             device=self.device,
             boundary_dtype=next(node for node in model.nodes.values() if node.num_typical_loss_tokens).dtype,
             timeout=timeout,
+            keeps_unreached=True,
         )
+        watch_optimizers(self._engine.model.parameters)
         stages = self._engine.model.modules()
         self.stages = nn.ModuleDict({key[0]: cast(nn.Module, s) for key, s in self._engine.model.stages.items()})
         """This rank's stages, by module."""
@@ -180,9 +183,10 @@ class ParallelModule(nn.Module):
         Args:
             batch: what HuggingFace processors return (`motet.models.batch`), with `labels` for a language model.
 
-        Adds the gradients of the global batch, summed over replicas, to the `.grad` of this rank's parameters; after an
-        error they are what they were. Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every
-        rank: the mean over all tokens of the global batch that have a label, or over what a contrastive loss compares.
+        Adds the gradients of the global batch, summed over replicas, to the `.grad` of this rank's parameters; one that
+        no sample of the batch reaches gets none. After an error they are what they were. Returns a `ModelOutput` with
+        `loss`, a scalar tensor that is the same on every rank: the mean over all tokens of the global batch that have a
+        label, or over what a contrastive loss compares.
         """
         self._engine.model.after_update()  # The user's optimizer does not say when it steps.
         trainable = self._engine.model.trainable()
@@ -638,6 +642,11 @@ def _check_plan(model: ModuleGraph, plan: Plan) -> None:
     if nodes.keys() != planned.keys():
         raise UserError(f"plan: its modules are {', '.join(planned)}, but the model has {', '.join(nodes)}")
     for name, module in planned.items():
+        if module.shares_over_replicas:
+            raise UserError(
+                f"plan: modules.{name}.sharded_replicas: a parallel module has whole parameters, or those of a "
+                "context-parallel group; set it to 1, or train with motet train"
+            )
         if module.num_layers != nodes[name].num_layers:
             raise UserError(
                 f"plan: {name} has {module.num_layers} layers, but the model's has {nodes[name].num_layers}"

@@ -5,7 +5,7 @@ import pytest
 from exact_distribution import smallest_largest_load
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling import examples
+from sampling import examples, in_campaigns
 
 from motet.assignment.sample import Segment
 from motet.attention.masks.distribution import POLICIES, Distribution, TileCost, distribute, lower_bound
@@ -27,7 +27,7 @@ def distributed(workloads: list[int] | np.ndarray, ranks: int, policy: str = "lp
 workload_lists = st.lists(st.integers(0, 50) | st.sampled_from([0, 1, 1000]), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*(p for p in POLICIES if p != "ilp"), *in_campaigns(["ilp"])])
 @given(workloads=workload_lists, ranks=st.integers(1, 9), short=st.integers(0, SIZE - 1))
 @examples(40)
 def test_every_token_is_on_one_rank(policy: str, workloads: list[int], ranks: int, short: int) -> None:
@@ -61,6 +61,25 @@ def test_no_load_exceeds_the_mean_by_more_than_a_rounds_range(workloads: list[in
     result = distributed(workloads, ranks)
     assert result.loads.max() <= bound + 1e-9
     assert bound <= sum(workloads) / ranks + max(workloads)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize(("number", "ranks"), [(7, 2), (9, 2), (9, 3), (11, 3), (8, 4)])
+def test_the_policy_that_solves_the_integer_program(number: int, ranks: int, short: int) -> None:
+    workloads = np.random.default_rng(number).integers(0, 100, number)
+    result = distributed(workloads, ranks, "ilp", short)
+    assert result.token_counts.max() - result.token_counts.min() <= SIZE
+    assert result.loads.max() <= distributed(workloads, ranks, "lpt", short).loads.max()
+    if not short:
+        assert result.loads.max() == pytest.approx(smallest_largest_load(workloads, ranks, capped=True))
+    again = distributed(workloads, ranks, "ilp", short)
+    assert again.rank_of_block.tolist() == result.rank_of_block.tolist()
+
+
+def test_large_integer_programs_are_left_to_lpt() -> None:
+    workloads = np.random.default_rng(0).integers(0, 100, 2048)
+    found, greedy = (distributed(workloads, 4, policy) for policy in ("ilp", "lpt"))
+    assert found.rank_of_block.tolist() == greedy.rank_of_block.tolist()
 
 
 @given(workloads=st.lists(st.integers(0, 30), min_size=1, max_size=9), ranks=st.integers(1, 3))

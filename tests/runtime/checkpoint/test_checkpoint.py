@@ -27,6 +27,11 @@ from motet.runtime.checkpoint.folder import find_checkpoints
 PP2: Layout = {"language_model": {"pp": 2}}
 TP2: Layout = {"language_model": {"tp": 2}}
 FSDP2: Layout = {"language_model": {"cp": 2, "fully_sharded": True, "context": {"block_size": 4}}}
+SHARED: Layout = {
+    "vision": {"dp": 2, "fully_sharded": True},
+    "audio": {"dp": 2},
+    "language_model": {"dp": 2, "pp": 2, "fully_sharded": True},
+}
 DP2: Layout = {name: {"dp": 2} for name in ("vision", "audio", "language_model")}
 
 
@@ -63,8 +68,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]
 
 @pytest.mark.parametrize(
     ("layout", "zero1"),
-    [({}, False), (TP2, False), (DP2, True), (FSDP2, False)],
-    ids=["PP 1", "TP 2", "DP 2, ZeRO-1", "FSDP"],
+    [({}, False), (TP2, False), (DP2, True), (FSDP2, False), (SHARED, False)],
+    ids=["PP 1", "TP 2", "DP 2, ZeRO-1", "FSDP", "replicas share parameters"],
 )
 def test_resumes_under_another_plan(
     tmp_path: Path,
@@ -108,8 +113,8 @@ def test_resumes_the_latest_checkpoint_or_begins(tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.parametrize(
     ("layout", "zero1"),
-    [({**DP2, "language_model": {"tp": 2, "dp": 2}}, True), (FSDP2, False)],
-    ids=["ZeRO-1", "FSDP"],
+    [({**DP2, "language_model": {"tp": 2, "dp": 2}}, True), (FSDP2, False), (SHARED, False)],
+    ids=["ZeRO-1", "FSDP", "replicas share parameters"],
 )
 def test_resumes_whole_what_was_written_sharded(tmp_path: Path, layout: Layout, zero1: bool) -> None:
     sharded = run_config(tmp_path, layout, train__steps=8, train__checkpoint_every=4, parallel__zero1=zero1)

@@ -79,10 +79,8 @@ def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[st
             merge="placeholder",
             placeholder_token_ids=placeholders,
         )
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         loss.backward()
-        for parameter in trainable.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(trainable.values(), config.train.clip_grad_norm).item())
         for group in optimizer.param_groups:
@@ -226,8 +224,9 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
     """A parameter and its moments, after a step with each of the gradients."""
     parameter = torch.nn.Parameter(values.clone())
     local = LocalParameter(
-        name="x", part="x.module", parameter=parameter, shard=None, tp=TensorParallel(None, 0, 1), reduce=None,
-        reduce_group=None, is_partial=False, is_first=True, is_kept=True,
+        name="x", stage=("x", 0, 0), part="x.module", parameter=parameter, shard=None, rows=None,
+        tp=TensorParallel(None, 0, 1), reduce=None, reduce_group=None, is_shared_expert=False, is_partial=False,
+        is_first=True, is_kept=True,
     )  # fmt: skip
     config = OptimizerConfig(
         learning_rate=0.1,

@@ -9,8 +9,9 @@ from distributed import run_distributed
 from one_process import verify
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
+from motet.models.from_run_file import plain_nodes
 from motet.runtime.local_model import LocalModel
-from motet.runtime.verification.verify import collect_versions, plain_nodes, run_references
+from motet.runtime.verification.verify import collect_versions, run_references
 
 REPLICAS = Scenario(dp=2, placement="replicated")
 

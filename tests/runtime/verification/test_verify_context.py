@@ -39,6 +39,21 @@ SCENARIOS = [
 ]
 
 
+RINGS = [
+    Scenario(llm="qwen3", cp=2, llm_pp=2, placement="shared", cp_method="ring", cp_policy="zigzag"),
+    Scenario(llm="gemma3", cp=3, placement="shared", cp_method="ring", cp_policy="contiguous", recompute=True),
+    Scenario(llm="llama-tied", cp=2, tp=2, placement="shared", cp_method="ring", sequence_parallel=True, items="half"),
+    Scenario(llm="llama", cp=4, placement="shared", cp_method="ring", cp_policy="ilp", media_attention="own_item"),
+    Scenario(llm="mistral", cp=2, dp=2, placement="shared", cp_method="ring", cp_policy="zigzag", items="one"),
+    Scenario(
+        llm="llama", cp=2, placement="shared", cp_method="ring", schedule="zero_bubble_h1", frozen="all but projectors"
+    ),
+    Scenario(llm="llama", cp=4, placement="shared", cp_method="ring", context_block=16, frozen="all but encoders"),
+    Scenario(llm="qwen3", encoder_cp=2, cp=2, placement="shared", cp_method="ring", packing=True),
+]
+"""Ring attention, with the distributions that Cornstarch compares with; in one of them some members hold no tokens."""
+
+
 UNLIKE_STAGES = [
     Scenario(llm="llama", llm_pp=2, llm_cps=(2, 1), placement="shared"),
     Scenario(llm="gemma3", llm_pp=3, llm_cps=(1, 2, 1), placement="shared", items="half"),
@@ -122,7 +137,7 @@ UNLIKE_ENCODERS = [
 members hold none."""
 
 
-EVERY = [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
+EVERY = [*SCENARIOS, RINGS[0], *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
 
 
 SIZES = sorted({scenario.num_ranks for scenario in EVERY})
@@ -137,6 +152,11 @@ parallelism, which test_verify_fully_sharded.py and test_verify_unlike.py have."
 def test_equals_one_process(num_ranks: int) -> None:
     """All scenarios of a size share a start of processes."""
     check_together([replace(scenario, dtype="float64") for scenario in EVERY if scenario.num_ranks == num_ranks])
+
+
+@pytest.mark.campaign
+def test_every_ring_equals_one_process() -> None:
+    check_together(RINGS)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from motet.runtime.assembly import build_optimizer
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_gradients
 
-FAMILIES = tuple(family for family in MIXTURES if family != "llama4")
+FAMILIES = tuple(family for family in MIXTURES if family not in ("llama4", "mixtral-kernels"))
 """Llama 4's experts are not told which tokens are theirs: tensor parallelism cuts their widths."""
 
 GROUP = Scenario(tp=2, ep=2, placement="replicated")
@@ -86,9 +86,18 @@ def test_with_other_mechanisms(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_transformers_kernels_for_experts(dtype: str) -> None:
+    """They are what a user has who asks for nothing; the reference in float64 does without."""
+    check_together([replace(layout, llm="mixtral-kernels", dtype=dtype) for layout in (GROUP, REPLICAS)])
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_experts_cut_by_their_widths(sequence_parallel: bool) -> None:
-    check_together([replace(GROUP, llm=family, ep=1, sequence_parallel=sequence_parallel) for family in MIXTURES])
+    check_together(
+        [replace(GROUP, llm=family, ep=1, sequence_parallel=sequence_parallel) for family in (*FAMILIES, "llama4")]
+    )
 
 
 BALANCED = {

@@ -11,7 +11,7 @@ from sampling import in_campaigns
 
 from motet.config import RunConfig
 from motet.plan import Plan
-from motet.runtime.verification.verify import verify_worker
+from motet.runtime.verification.worker import verify_worker
 
 ALONE = {"vision": {"module": False, "projector": False}, "language_model": {"module": False}}
 NOT_TRAINED = {"module": False, "projector": False, "queries": False}

@@ -19,7 +19,7 @@ from motet.config import RunConfig, load_run_config
 from motet.plan import Plan
 from motet.planner.optimus.layouts import EncoderLayout, LlmLayout, LlmSide
 from motet.planner.optimus.planner import plan_of
-from motet.runtime.verification.verify import verify_worker
+from motet.runtime.verification.worker import verify_worker
 
 V2 = LlmLayout(dp=1, pp=2, tp=1, num_chunks=2)
 LAYOUTS = {

@@ -110,7 +110,7 @@ class PlainAdamW:
         if gradients is None:
             return
         for name, parameter in self._parameters.items():
-            parameter.grad = gradients[name][0] if name in gradients else None
+            parameter.grad = gradients[name][0] if gradients.get(name) else None
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()

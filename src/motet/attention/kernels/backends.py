@@ -4,6 +4,7 @@ A backend is a forward and a backward of its own, because context parallelism (m
 keys and values from other ranks in both, and keeps them in neither.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
@@ -118,6 +119,27 @@ class Backend(Protocol):
         """The gradients of query, key and value."""
 
 
+class PartialBackend(Backend, Protocol):
+    """Attention to a part of the keys, whose results are merged (ring attention). Log-sum-exps are of base 2,
+    [B, heads, Q], and -inf where a query sees none of the keys."""
+
+    def forward_part(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The output over these keys alone, in float32 at least, and its log-sum-exps."""
+
+    def backward_part(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sums: Tensor,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of the gradients that goes by these keys. `out` and `log_sums`: over all keys."""
+
+
 class TritonBackend:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
@@ -140,6 +162,24 @@ class TritonBackend:
 
         query, key, value = (tensor.contiguous() for tensor in inputs)
         return flash.backward(d_out.contiguous(), query, key, value, out, saved[0], mask, scale)
+
+    def forward_part(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, (log_sums,) = self.forward(query, key, value, mask, scale)
+        return out.float(), log_sums
+
+    def backward_part(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sums: Tensor,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d_query, d_key, d_value = self.backward(d_out, inputs, out, (log_sums,), mask, scale)
+        return d_query.float(), d_key.float(), d_value.float()
 
 
 class _Recomputing(ABC):
@@ -176,6 +216,51 @@ class DenseBackend(_Recomputing):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
         return dense_attention(query, key, value, mask, scale)
+
+    def forward_part(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores, _, wide_value = _scores(query, key, value, mask, scale)
+        log_sums = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - _finite(log_sums)[..., None])
+        return weights @ wide_value, log_sums * LOG2_E
+
+    def backward_part(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sums: Tensor,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = inputs
+        scores, wide_key, wide_value = _scores(query, key, value, mask, scale)
+        weights = torch.exp(scores - _finite(log_sums / LOG2_E)[..., None])
+        d_out, out = d_out.to(weights.dtype), out.to(weights.dtype)
+        d_scores = weights * (d_out @ wide_value.mT - (d_out * out).sum(-1, keepdim=True)) * scale
+        d_query = d_scores @ wide_key
+        heads = (key.shape[1], query.shape[1] // key.shape[1])
+        d_key = (d_scores.mT @ query.to(weights.dtype)).unflatten(1, heads).sum(2)
+        d_value = (weights.mT @ d_out).unflatten(1, heads).sum(2)
+        return d_query, d_key, d_value
+
+
+LOG2_E = math.log2(math.e)
+
+
+def _scores(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores [B, heads, Q, K], -inf where a key is not seen, and keys and values of every query's head."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = query.to(dtype) @ wide_key.mT * scale
+    return scores.masked_fill(~mask.dense()[:, None], float("-inf")), wide_key, wide_value
+
+
+def _finite(log_sums: Tensor) -> Tensor:
+    """With 0 for queries that see no key: their weights are exp(-inf)."""
+    return log_sums.masked_fill(log_sums == float("-inf"), 0.0)
 
 
 class FlexBackend(_Recomputing):

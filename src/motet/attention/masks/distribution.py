@@ -261,6 +261,57 @@ def striped(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
     return np.arange(len(workloads)) % num_ranks
 
 
+MOST_NODES = 200
+"""Nodes of the branch-and-bound search of `ilp`: a limit on seconds would give each rank a distribution of its own."""
+MOST_VARIABLES = 4096
+"""Variables of the largest problem of `ilp`; larger ones are `lpt`'s."""
+
+
+def ilp(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
+    """Integer program for the smallest largest load (Cornstarch 4.3.2), solved by HiGHS under the cap of `lpt`; `lpt`
+    where that is no worse, or the search ends without a solution."""
+    greedy, blocks = lpt(workloads, num_ranks, short_last), len(workloads)
+    total = int(workloads.sum())
+    if blocks * num_ranks > MOST_VARIABLES or num_ranks == 1 or not total:
+        return greedy
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix, hstack, identity, kron
+
+    # Variables: whether block b is on rank g, at b * G + g, and the largest load, over the mean, as the last one.
+    each_block = csr_matrix(np.ones((1, num_ranks)))
+    on_rank = identity(num_ranks, format="csr")
+    one_rank = kron(identity(blocks), each_block)
+    loads = kron(csr_matrix(workloads[None] * (num_ranks / total)), on_rank)
+    counts = kron(csr_matrix(np.ones((1, blocks))), on_rank)
+    at_least = counts
+    if short_last and blocks % num_ranks:  # The rank with the short block has as many as any other.
+        at_least = counts - kron(csr_matrix(np.eye(1, blocks, blocks - 1)), on_rank)
+    columns = [hstack([one_rank, csr_matrix((blocks, 1))]), hstack([loads, csr_matrix(-np.ones((num_ranks, 1)))])]
+    columns += [hstack([rows, csr_matrix((num_ranks, 1))]) for rows in (counts, at_least)]
+    found = milp(
+        np.eye(1, blocks * num_ranks + 1, blocks * num_ranks)[0],
+        integrality=np.append(np.ones(blocks * num_ranks), 0),
+        bounds=Bounds(0, np.append(np.ones(blocks * num_ranks), np.inf)),
+        constraints=[
+            LinearConstraint(columns[0], 1, 1),
+            LinearConstraint(columns[1], -np.inf, 0),
+            LinearConstraint(columns[2], -np.inf, -(-blocks // num_ranks)),
+            LinearConstraint(columns[3], blocks // num_ranks, np.inf),
+        ],
+        options={"node_limit": MOST_NODES},
+    )
+    if found.x is None:
+        return greedy
+    rank_of_block = found.x[:-1].reshape(blocks, num_ranks).argmax(1).astype(np.int64)
+
+    def largest(owners: Int64) -> int:
+        own = np.zeros(num_ranks, np.int64)
+        np.add.at(own, owners, workloads)
+        return int(own.max())
+
+    return rank_of_block if largest(rank_of_block) < largest(greedy) else greedy
+
+
 POLICIES: dict[str, Callable[[Int64, int, bool], Int64]] = {
     "lpt": lpt,
     "lpt_uncapped": lpt_uncapped,
@@ -269,6 +320,7 @@ POLICIES: dict[str, Callable[[Int64, int, bool], Int64]] = {
     "zigzag": zigzag,
     "contiguous": contiguous,
     "striped": striped,
+    "ilp": ilp,
 }
 """(workloads [N], number of ranks, whether the last block is shorter than the others) -> rank of each block [N]."""
 

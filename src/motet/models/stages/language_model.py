@@ -168,7 +168,8 @@ class LanguageModelStage(CausalStage):
         shared = self._context is not None and self._context.size > 1
         if self._router_loss is not None:
             group = self._context.as_group() if self._context is not None and shared else None
-            parts.append(self._router_loss.loss(_sample_of_row(sequences, context), inputs.samples, self.name, group))
+            owners = _sample_of_row(sequences, context, inputs.device)
+            parts.append(self._router_loss.loss(owners, inputs.samples, self.name, group))
         loss = torch.stack(parts).sum() if len(parts) > 1 else next(iter(parts), None)
         if loss is not None and self._context is not None and shared:
             loss = reduce_from_group(loss, self._context.as_group())
@@ -318,9 +319,9 @@ class LanguageModelStage(CausalStage):
         return any(segment.source == source for sample in samples for segment in sample.layouts[self.name])
 
 
-def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None, device: torch.device) -> Tensor:
     """[rows * columns] of this rank: which sample of the microbatch stands there; -1 where none does."""
-    samples = sequences.sample_of_token().flatten()
+    samples = sequences.sample_of_token().flatten().to(device)
     return samples if context is None else samples[context.tokens].masked_fill(~context.held, -1)
 
 

@@ -48,8 +48,10 @@ class TorchOptimizerStates:
             if p.parameter not in updated:
                 continue
             keys = [name.removesuffix(f"/{p.name}") for name in stored if name.endswith(f"/{p.name}")]
-            if not keys:
+            if not keys and not stored:
                 raise UserError(f"checkpoint: has no optimizer state of {p.name}; load it without the optimizer")
+            if not keys:  # No step had reached it: torch's optimizers make its state when one does.
+                continue
             self._optimizer.state[p.parameter] = {
                 key: torch.empty_like(p.parameter, requires_grad=False)
                 if stored[f"{key}/{p.name}"]

@@ -3,8 +3,8 @@
 Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
 whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
-`motet.resilience.state_transfer`). Vectors (norms, biases) are not decayed. A parameter that no sample of a batch
-reached is updated with a gradient of zero.
+`motet.resilience.state_transfer`). Vectors (norms, biases) are not decayed. A parameter without gradient, which no
+sample of a batch reached, stays as it is, as do its moments.
 """
 
 import math
@@ -115,6 +115,8 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_learning_rate"] * factor
             optimizer.step()
+            # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
+            _initialize_missing(optimizer)
         self.renew_copies()
 
     def exchange(self) -> None:
@@ -160,13 +162,8 @@ class Optimizer:
     def initialize_states(self) -> None:
         """Gives every parameter of this rank's share a state of zeros, for a checkpoint to be loaded into."""
         for optimizer in self._optimizers:
-            inner = _inner(optimizer)
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    inner.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                        **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-                    }
+            _inner(optimizer).state.clear()
+            _initialize_missing(optimizer)
 
 
 def _grouped(
@@ -189,6 +186,18 @@ def _grouped(
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _initialize_missing(optimizer: torch.optim.Optimizer) -> None:
+    """Gives a state of zeros to parameters that have none."""
+    inner = _inner(optimizer)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if parameter not in inner.state:
+                inner.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+                }
 
 
 def _adamw(

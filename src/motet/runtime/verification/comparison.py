@@ -18,7 +18,7 @@ docs/decisions/verification.md has the reasons.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class LossAndGradients:
     loss: float
     gradients: Mapping[str, Tensor]
     """Whole gradients by parameter name."""
+    unreached: Set[str] = frozenset()
+    """Parameters that have no gradient because no sample reaches them; zeros stand in `gradients`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Comparison:
     zero_by_mathematics: list[ZeroGradient]
     """Floored parameters whose gradient is all rounding; empty in float64."""
     unreached_parameters: list[str]
-    """No sample of the batch reaches them: their gradient is exactly zero, and they are compared with that."""
+    """No sample of the batch reaches them: they have no gradient, or one of zeros, in the reference and in the run."""
     failures: list[str]
     """Messages: parameters without gradient, with zeros where the reference has none, errors beyond the tolerance."""
     world_size: int
@@ -181,6 +183,9 @@ def _compare_parameters(
     failures: list[str] = []
     errors: dict[str, _Errors] = {}
     for name in sorted({*gradients, *reference.gradients}):
+        if name in gradients and not gradients[name] and name in reference.unreached:
+            errors[name] = _Errors(0.0, 0.0)
+            continue
         if not gradients.get(name) or name not in reference.gradients:
             where = "the reference" if gradients.get(name) else "the distributed run"
             failures.append(f"{name} has no gradient in {where}")

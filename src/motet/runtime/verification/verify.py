@@ -11,29 +11,21 @@ differ). Dropout must be off.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.config import RunConfig
-from motet.data.loader import Loader
-from motet.data.run_file import open_data
-from motet.data.service.tickets import InProcess
+from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
-from motet.models.from_run_file import plain_nodes, remove_dropout
 from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.parallel.adapters import is_second_matrix
-from motet.plan import Plan
 from motet.runtime.agreement import communication_device, gather_values
-from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
@@ -153,21 +145,25 @@ def run_references(
 
     Raises `ValueError` if the weights are not exactly theirs."""
     modules: dict[str, nn.Module] = {name: nn.ModuleDict(node.parts) for name, node in nodes.items()}
-    _load(modules, weights)
-    held = _HeldBatch(batch, modules)
+    load_weights(modules, weights)
+    held = HeldBatch(batch, modules)
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
             loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), take_gradients(modules, weights))
+        return LossAndGradients(loss.item(), *take_gradients(modules, weights))
 
     plain = run(held, autocast())
     if dtype == "float64":
         return References(plain, plain)
     for module in modules.values():
         module.double()
+        for part in module.modules():
+            config = getattr(part, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                compute_experts_in(config, torch.float64)
     for node in nodes.values():
         if isinstance(node, CompositeNode):
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
@@ -175,7 +171,7 @@ def run_references(
         return References(plain, run(held.double(), nullcontext()))
 
 
-def _load(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
+def load_weights(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in weights.items() if key.startswith(f"{name}.")}
         missing, unexpected = module.load_state_dict(own, strict=False)
@@ -192,9 +188,11 @@ def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -
     )
 
 
-def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, Tensor]:
-    """Of a tied parameter under the name that is among `names`: models register their heads before or behind."""
-    gradients = {}
+def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Returns the gradients, and the names of parameters that have none, for which zeros stand there.
+
+    Of a tied parameter under the name that is among `names`: models register their heads before or behind."""
+    gradients, unreached = {}, set()
     for name, module in modules.items():
         own = {id(p): key for key, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
         own |= {id(p): key for key, p in module.named_parameters(remove_duplicate=False) if f"{name}.{key}" in names}
@@ -203,11 +201,13 @@ def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> 
             if parameter.requires_grad:
                 taken = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[f"{name}.{key}"] = taken.detach().cpu()
+                if parameter.grad is None:
+                    unreached.add(f"{name}.{key}")
                 parameter.grad = None
-    return gradients
+    return gradients, unreached
 
 
-class _HeldBatch:
+class HeldBatch:
     """A batch whose features are all there: processors that compute when asked must not do it in the model's autocast,
     nor in its dtype."""
 
@@ -223,35 +223,13 @@ class _HeldBatch:
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         return self._features[module, sample]
 
-    def double(self) -> "_HeldBatch":
+    def double(self) -> "HeldBatch":
         """Turns the features into float64."""
         self._features = {
             key: {name: value.double() if value.is_floating_point() else value for name, value in features.items()}
             for key, features in self._features.items()
         }
         return self
-
-
-def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """One batch of the run's own data against plain transformers; what `motet verify --json` prints, on rank 0."""
-    torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
-    with float64_throughout() if config.train.dtype == "float64" else nullcontext():
-        device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-        data = open_data(config)
-        engine = build_engine(config, plan, device)
-        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
-        for stage in engine.model.modules():
-            remove_dropout(stage)
-        fill_adapters(engine.model)
-        comparison = verify_batch(
-            engine,
-            _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
-            lambda: plain_nodes(config, data.preparation.placeholder_ids),
-            dtype=config.train.dtype,
-            contrastive_batch_size=config.train.contrastive_batch_size,
-            autocast=autocast_for(config, torch.device("cpu")),
-        )
-    return comparison.to_json() if comparison is not None else {}
 
 
 @torch.no_grad()
@@ -263,15 +241,3 @@ def fill_adapters(model: LocalModel) -> None:
             generator = torch.Generator().manual_seed(int(hashlib.sha256(p.name.encode()).hexdigest()[:15], 16))
             drawn = 0.1 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
             p.parameter.copy_(p.cut(drawn.to(p.parameter.dtype)))
-
-
-class _InDtype:
-    """A batch whose pixels and sounds are of the model's dtype."""
-
-    def __init__(self, batch: Any, dtype: torch.dtype) -> None:
-        self._batch, self._dtype = batch, dtype
-        self.samples = batch.samples
-
-    def features(self, module: str, sample: int) -> dict[str, torch.Tensor]:
-        values = self._batch.features(module, sample)
-        return {key: v.to(self._dtype) if v.is_floating_point() else v for key, v in values.items()}

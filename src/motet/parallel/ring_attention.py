@@ -1,0 +1,121 @@
+"""Ring attention: keys and values travel around a context-parallel group, from member to member, one hop at a time.
+
+Each member computes its queries against the keys that it holds, while the next ones arrive, and merges the results by
+their log-sum-exps. In the backward they travel once more, with the gradients that all members add to them; these are
+back at their owners after the last hop. No rank ever holds more keys than two members'. (Liu et al. 2023, "Ring
+Attention with Blockwise Transformers", section 3; the baselines of Cornstarch 6.4 are its contiguous and its zigzag
+distribution: `policy`.)
+
+Limits: every member gets all keys, also those that none of its queries sees (`all_gather` leaves these out).
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from motet.attention.kernels.backends import Backend, PartialBackend
+
+SharedAttention = Any
+"""`motet.parallel.context_attention.SharedAttention`, which imports this module."""
+
+
+class _Hop:
+    """A started hop: rows to the next member, and those of the one before."""
+
+    def __init__(self, sent: Tensor, num_received: int, shared: SharedAttention) -> None:
+        cp = shared.cp
+        self._sent = sent.contiguous()  # Kept until it has arrived.
+        self._received = sent.new_empty((*sent.shape[:2], num_received, sent.shape[3]))
+        operations = [
+            dist.P2POp(operation, tensor, group=cp.group, group_peer=(cp.rank + step) % cp.size)
+            for operation, tensor, step in ((dist.isend, self._sent, 1), (dist.irecv, self._received, -1))
+            if tensor.numel()
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class _Ring(torch.autograd.Function):
+    """query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+        cp, rows, backend = shared.cp, shared.rows_of_ranks, _partial(shared.backend)
+        held = torch.stack([key, value])
+        out: Tensor | None = None
+        log_sums: Tensor | None = None
+        for step in range(cp.size):
+            owner = (cp.rank - step) % cp.size
+            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < cp.size else None
+            with torch.autocast(query.device.type, enabled=False):  # Parts are merged in more than half precision.
+                part, of_part = backend.forward_part(
+                    query[None], held[0][None], held[1][None], shared.masks_of_owners[owner], scale
+                )
+            if out is None or log_sums is None:
+                out, log_sums = part, of_part
+            else:
+                out, log_sums = _merge(out, log_sums, part, of_part)
+            if hop is not None:
+                held = hop.wait()
+        assert out is not None
+        assert log_sums is not None
+        result = out[0].to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, log_sums)
+        ctx.shared, ctx.scale = shared, scale
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, log_sums = ctx.saved_tensors
+        shared, scale = ctx.shared, ctx.scale
+        cp, rows, backend = shared.cp, shared.rows_of_ranks, _partial(shared.backend)
+        held = torch.stack([key, value])
+        d_query: Tensor | None = None
+        arriving: _Hop | None = None
+        for step in range(cp.size):
+            owner = (cp.rank - step) % cp.size
+            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < cp.size else None
+            inputs = (query[None], held[0][None], held[1][None])
+            d_part, d_key, d_value = backend.backward_part(
+                d_result[None], inputs, result[None], log_sums, shared.masks_of_owners[owner], scale
+            )
+            d_query = d_part if d_query is None else d_query + d_part
+            own = torch.cat([d_key, d_value])
+            if arriving is not None:
+                own = own + arriving.wait()  # What those before have added to this owner's.
+            arriving = _Hop(own, rows[owner - 1], shared)
+            if hop is not None:
+                held = hop.wait()
+        assert d_query is not None
+        assert arriving is not None
+        d_held = arriving.wait()
+        return d_query[0].to(query.dtype), d_held[0].to(key.dtype), d_held[1].to(value.dtype), None, None
+
+
+def _partial(backend: Backend) -> PartialBackend:
+    assert hasattr(backend, "forward_part"), "refused where the stage was built"
+    return cast(PartialBackend, backend)
+
+
+def _merge(out: Tensor, log_sums: Tensor, part: Tensor, of_part: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys as one. Log-sum-exps are of base 2, -inf for queries without keys."""
+    both = torch.logaddexp2(log_sums, of_part)
+    safe = both.masked_fill(both == float("-inf"), 0.0)
+    return (
+        out * torch.exp2(log_sums - safe)[..., None] + part * torch.exp2(of_part - safe)[..., None],
+        both,
+    )
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    """Attention of this rank's queries to the keys of all members; shapes as `_Ring`'s."""
+    result: Tensor = _Ring.apply(query, key, value, shared, scale)
+    return result
