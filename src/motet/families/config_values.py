@@ -21,8 +21,8 @@ from motet.errors import UserError
 MOST_LAYERS, MOST_OF_A_SIZE = 10_000, 10**8
 SAME_KEY = 0.85
 """Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
-OF_ALL_CONFIGS = {"attn_implementation", "experts_implementation", "dtype", "torch_dtype"}
-"""Arguments of every configuration that no signature names."""
+OF_ALL_CONFIGS = {"attn_implementation", "experts_implementation", "dtype", "torch_dtype", "is_decoder"}
+"""Arguments of every configuration that no signature names, and what motet sets for caption decoders of any family."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 POSITIVE = re.compile(r"(theta|base_freq|(^|_)eps(ilon)?)$")
 """Names of numbers that are divided by, or whose logarithm is taken."""
