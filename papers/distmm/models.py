@@ -25,6 +25,7 @@ from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import Speed, Speeds, analytic_table, default_speeds, layer_flops
 from motet.costs.cost_model import LayerCost, Load
 from motet.costs.memory import MemoryOptions
+from motet.costs.software import SOFTWARE
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
@@ -119,7 +120,7 @@ def cluster() -> Cluster:
 def v100_speeds(training: Training = ALPA) -> Speeds:
     """Speeds of kernels with which a V100 trains as fast as measured."""
     device = DEVICES["v100-16"]
-    peak, assumed = device.peak("float16"), default_speeds(device)
+    peak, assumed = device.peak("float16"), default_speeds(device, "float16", SOFTWARE["megatron"])
 
     def speeds(limit: float) -> Speeds:
         excess = [2.0 * m * n * k * (1 / rate - 1 / (limit * peak)) for (m, n, k), rate in MEASURED_PRODUCTS.items()]
@@ -145,7 +146,9 @@ def utilization(speeds: Speeds, training: Training) -> float:
     }
     model = {"gpt": module_workload({"model_type": "clip_text_model", **body})}
     load = Load(tokens=sequences * 1024, pairs=sequences * 1024**2, sequences=sequences)
-    (costs,) = analytic_table(model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds).modules["gpt"].values()
+    (costs,) = analytic_table(
+        model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds, software=SOFTWARE["megatron"]
+    ).modules["gpt"].values()
 
     def step(layers: Iterable[LayerCost]) -> float:
         return sum(
@@ -193,6 +196,7 @@ def problem(
         dtype_bytes=2,
         tp_sizes=(1, 2, 4, 8, 16),
         speeds=v100_speeds(assumed.training),
+        software=SOFTWARE["megatron"],
     )
     memory = MemoryOptions(
         parameter_bytes=2, activation_bytes=2, zero1=assumed.shared, optimizer_bytes=assumed.optimizer_bytes
