@@ -51,6 +51,8 @@ class _Unit:
                 self._trainable[owner] = trainable
         self._num_bytes = {owner: flat.untyped_storage().nbytes() for owner, flat in self._flat.items()}
         self._reached: set[Tensor] = set()
+        self._sums: dict[Tensor, tuple[Tensor, int]] = {}
+        """The gradients that this rank has kept since the step began, and their versions then."""
         self.is_whole = True
 
     def gather(self) -> None:
@@ -71,7 +73,7 @@ class _Unit:
         """Sums gradients over the group; afterwards only owners have them."""
         sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for owner, parameters in self._trainable.items():
-            self._reached.update(p for p in parameters if p.grad is not None)
+            self._reached.update(p for p in parameters if self._is_reached(p))
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             work = dist.reduce(flat, group=self._members.group, group_dst=owner, async_op=True)
             sums[owner] = work, flat
@@ -83,11 +85,22 @@ class _Unit:
             if owner == self._members.rank:
                 parameters = self._trainable[owner]
                 for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                    parameter.grad = total.view_as(parameter)
+                    # Views of one tensor share its version, their data have one each.
+                    kept = parameter.grad = total.view_as(parameter).data
+                    self._sums[parameter] = kept, kept._version
+
+    def _is_reached(self, parameter: Tensor) -> bool:
+        """Whether its gradient is more than the sum of earlier microbatches, which may be zeros."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        kept, version = self._sums.get(parameter, (None, 0))
+        return gradient is not kept or gradient._version != version
 
     def take_reached(self) -> set[Tensor]:
         """The parameters to which this rank has brought gradients since the last call."""
         reached, self._reached = self._reached, set()
+        self._sums.clear()
         return reached
 
     def drop(self) -> None:
