@@ -146,9 +146,11 @@ def utilization(speeds: Speeds, training: Training) -> float:
     }
     model = {"gpt": module_workload({"model_type": "clip_text_model", **body})}
     load = Load(tokens=sequences * 1024, pairs=sequences * 1024**2, sequences=sequences)
-    (costs,) = analytic_table(
-        model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds, software=SOFTWARE["megatron"]
-    ).modules["gpt"].values()
+    (costs,) = (
+        analytic_table(model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds, software=SOFTWARE["megatron"])
+        .modules["gpt"]
+        .values()
+    )
 
     def step(layers: Iterable[LayerCost]) -> float:
         return sum(

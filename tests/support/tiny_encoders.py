@@ -43,7 +43,11 @@ QWEN_VISION = {
 ENCODERS = {
     "siglip": (transformers.SiglipVisionModel, transformers.SiglipVisionConfig, VIT),
     "clip": (transformers.CLIPVisionModel, transformers.CLIPVisionConfig, VIT),
-    "dinov2": (transformers.Dinov2Model, transformers.Dinov2Config, VIT),
+    "dinov2": (
+        transformers.Dinov2Model,
+        transformers.Dinov2Config,
+        {k: VIT[k] for k in VIT if k != "intermediate_size"},
+    ),
     "qwen2_5_vl": (
         transformers.Qwen2_5_VisionTransformerPretrainedModel,
         transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig,
