@@ -38,6 +38,7 @@ COMMANDS = {
     "planted_bugs": "--list",
     "prediction": f"{PROFILED} --cases 4",
     "profiling_size": "--runs 2",
+    "published_throughput": "",
     "recovery": "--rounds 1",
     "schedules": "--groups 2 --cells 40 --problems 1",
     "simulator_scale": "--actions 2560 --repetitions 1",

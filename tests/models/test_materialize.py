@@ -220,7 +220,7 @@ def test_what_is_wrong_with_a_part_is_said(tmp_path) -> None:
         ({"path": str(tmp_path / "no_weights")}, "no .safetensors file"),
         ({"path": str(tmp_path / "damaged")}, "model.safetensors is damaged"),
         ({"path": str(tmp_path / "of_another")}, "has no weights for model.embed_tokens.weight"),
-        ({"path": str(tmp_path / "siglip")}, "'siglip_vision_model' is no language model"),
+        ({"path": str(tmp_path / "siglip")}, "'siglip_vision_model' is not a known language model"),
         ({"path": str(tmp_path / "llama"), "values": {"vocab_size": 41}}, r"shape \[40, 32\].*\[41, 32\]"),
         ({"config": "NoSuchConfig"}, "NoSuchConfig is not known"),
         ({"config": "LlamaModel"}, "LlamaModel is not known"),

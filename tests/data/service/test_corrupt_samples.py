@@ -94,8 +94,8 @@ def test_ranks_that_need_no_pixels_skip_alike(folder: Path) -> None:
 
 
 def test_a_batch_of_nothing_but_corrupt_samples_ends_the_run(tmp_path: Path, folder: Path) -> None:
-    lines = (folder / "train.jsonl").read_text().splitlines()
-    (tmp_path / "bad.jsonl").write_text("\n".join([lines[NO_IMAGE]] * BATCH_SIZE))
+    bad = json.loads((folder / "train.jsonl").read_text().splitlines()[NO_IMAGE])
+    (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps({**bad, "id": i}) for i in range(BATCH_SIZE)))
     run = config(folder, "skip", workers=0, files=str(tmp_path / "bad.jsonl"))
     with pytest.raises(
         UserError, match=r"data.on_corrupt: no sample of a whole batch can be prepared; .*11.png: is no"
