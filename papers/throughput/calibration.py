@@ -31,7 +31,7 @@ EXPECTED_ERROR = 0.08
 STEP = 0.05
 """Relative change of a constant by which its effect on a row is found."""
 LARGEST_CHANGE = 0.5
-"""Of the logarithm of a constant in one round."""
+"""Largest change of the logarithm of a constant in one round."""
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def test_latest_passes_over_what_is_damaged(tmp_path: Path, capfd: pytest.Captur
         dist.barrier()
         return found.name, refused(lambda: read_latest(tmp_path))
 
-    expected = ("step_00000002", f"train.resume: of the 3 checkpoints in {tmp_path} none is complete; start again")
+    expected = ("step_00000002", f"train.resume: of the 3 checkpoints in {tmp_path} none is whole; start again")
     assert run_distributed(work, 2) == [expected] * 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 6, "rank 0 alone speaks: twice in the first search, four times in the second"
