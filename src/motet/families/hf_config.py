@@ -108,7 +108,7 @@ def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
     if not isinstance(stored, dict):
-        raise UserError(f"{where}.path: {path} does not hold a mapping; save the model again")
+        raise UserError(f"{where}.path: {path} is not a mapping; save the model again")
     return stored
 
 
