@@ -59,15 +59,16 @@ LANGUAGE_MODELS = {
     "Phi3Config": TEXT,
     "MllamaTextConfig": {**TEXT, "cross_attention_layers": [1]},
 }
+EVERY_HEAD = {key: TEXT[key] for key in TEXT if key != "num_key_value_heads"}
 TEXTS = {
-    "CLIPTextConfig": {**TEXT, "max_position_embeddings": 12, "eos_token_id": 5},
-    "SiglipTextConfig": {**TEXT, "max_position_embeddings": 12, "projection_size": 32},
-    "BertConfig": {**TEXT, "max_position_embeddings": 12},
+    "CLIPTextConfig": {**EVERY_HEAD, "max_position_embeddings": 12, "eos_token_id": 5},
+    "SiglipTextConfig": {**EVERY_HEAD, "max_position_embeddings": 12, "projection_size": 32},
+    "BertConfig": {**EVERY_HEAD, "max_position_embeddings": 12},
 }
 """Text towers."""
 DECODERS = {
     "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32},
-    "BertConfig": {**TEXT, "hidden_size": 32},
+    "BertConfig": {**EVERY_HEAD, "hidden_size": 32},
 }
 """That caption what a tower sees."""
 PAIRS = [(encoder, list(LANGUAGE_MODELS)[i % len(LANGUAGE_MODELS)]) for i, encoder in enumerate(ENCODERS)]
