@@ -21,9 +21,14 @@ import torch.distributed as dist
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0, last_words_s: float = 0.5
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 300.0,
+    last_words_s: float = 0.5,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Calls `fn(rank, *args)` in `world_size` processes of one gloo group and returns their results in rank order.
+    """Calls `fn(rank, *args)` in `world_size` processes of one group and returns their results in rank order.
 
     Results are pickled: return numbers, strings, numpy arrays or CPU tensors. Raises `AssertionError` with the
     traceback of the first rank that failed, `TimeoutError` after `timeout` seconds; no process outlives the call.
@@ -35,7 +40,7 @@ def run_distributed(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             worker = context.Process(
-                target=_work, args=(fn, rank, world_size, args, folder, timeout, sender), daemon=True
+                target=_work, args=(fn, rank, world_size, args, folder, timeout, sender, backend), daemon=True
             )
             worker.start()
             sender.close()
@@ -91,12 +96,13 @@ def _work(
     folder: str,
     timeout: float,
     sender: Connection,
+    backend: str,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,

@@ -74,7 +74,7 @@ class Executor:
         """
         self._program, self._routes, self._seed = program, routes, seed
         self._deadline.start()
-        self._mailbox = Mailbox(program, self._deadline)
+        self._mailbox = Mailbox(program, self._deadline, self.mesh.links)
         self.spans = []
         self.started_s = time.perf_counter()
         with self.doing("the beginning of the iteration"):
