@@ -81,7 +81,7 @@ def test_a_lost_peer_does_not_return_until_the_abort() -> None:
         assert lost is not None
         assert not lost.is_completed()
         group.abort()
-        with pytest.raises(RuntimeError, match="was aborted during 'allreduce float32 x 1'"):
+        with pytest.raises(RuntimeError, match="was aborted during allreduce float32 x 1"):
             lost.wait()
         return "aborted"
 
@@ -138,7 +138,7 @@ def test_gradients_equal_one_process(scenario: Scenario) -> None:
 def test_without_opened_communicators_tied_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_rules, "PATIENCE_S", 4.0)
     monkeypatch.setattr(engine_module, "open_communicators", lambda mesh, device, reducers: 0)
-    with pytest.raises(AssertionError, match="its first operation waits on the host for rank"):
+    with pytest.raises(AssertionError, match="waits (in vain|on the host) for"):
         check(TIED)
 
 
