@@ -24,7 +24,7 @@ HERE, THERE = Cell("llm", 0, 0, 0), Cell("llm", 0, 1, 0)
 def mailbox(
     uses: Mapping[Carried, int] | None = None, tags: Mapping[Message, int] | None = None, rank: int = 0
 ) -> Mailbox:
-    deadline = Deadline(timedelta(seconds=10), CPU)
+    deadline = Deadline(timedelta(seconds=10))
     deadline.start()
     return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset(), frozenset()), deadline, LINKS)
 

@@ -1,13 +1,14 @@
 """NCCL's rules on gloo: a backend of torch.distributed on which programs that would hang or mix up under NCCL fail.
 
-| rule of NCCL | here |
-|---|---|
-| A communicator's first operation waits on the host for all members. | `_Communicator.open`; it fails after `PATIENCE_S` and names who has not come. |
-| A pair has a communicator of its own for sends and receives outside of batches. Batches use the group's. | `RuledGroup.issue` |
-| Operations of one communicator are issued in one order on all ranks. | Both orders of each pair of ranks are compared when an operation is issued; the error names both ranks and operations. |
-| They run in that order: none begins before the one before it has ended on this rank. | A thread for each communicator. |
-| Tags mean nothing. | A tag is not compared, but the order is. |
-| An operation with a lost peer does not return. | Its wait ends by `abort`, or after `PATIENCE_S` with an error that tells what was queued. |
+* A communicator's first operation waits on the host for all members (`_Communicator._open`). After `PATIENCE_S` that is
+  an error, which names who has not come.
+* A pair has a communicator of its own for sends and receives outside of batches; batches use the group's.
+* Operations of one communicator are issued in one order on all ranks. When one is issued, the orders of each pair of
+  ranks are compared; the error names both ranks and operations. Tags are not compared: to NCCL they mean nothing.
+* Operations run in that order: none begins before the one before it has ended on this rank. A thread for each
+  communicator runs them.
+* An operation with a lost peer does not return. Its wait ends by `abort`, or after `PATIENCE_S` with an error that tells
+  what was queued.
 
 Limits: a wait blocks the host, where NCCL's would block a stream; nothing runs on streams, so no race between them
 shows. What a rank would do while its device is behind does not happen. Memory and channels of communicators are not
@@ -52,7 +53,7 @@ class RuledWork(dist._Work):
         self.ended = threading.Event()
         self.failure: BaseException | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - NCCL's would block the host
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.ended.wait(PATIENCE_S):
             raise RulesBrokenError(
                 f"{self._communicator}: waits in vain for {self.what!r}; {self._communicator.first_pending()}"
@@ -240,10 +241,10 @@ def _ruled_batch(operations: list[dist.P2POp]) -> list[dist.Work]:
     return group.run_batch(lambda: _batch_isend_irecv(operations))
 
 
-def run_under_nccl_rules(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+def run_under_nccl_rules(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """As `run_distributed`, on the backend of this file."""
     register(RuledGroup)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
         patches.setattr(_Folder, "path", Path(folder))
         patches.setattr(dist, "batch_isend_irecv", _ruled_batch)
-        return run_distributed(fn, world_size, *args, timeout=timeout, backend=RuledGroup.backend_name)
+        return run_distributed(fn, world_size, *args, backend=RuledGroup.backend_name, **options)

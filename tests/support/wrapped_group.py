@@ -59,7 +59,7 @@ class WrappedGroup(ProcessGroup):
         """Called for every operation. `run(*args)`: starts it on gloo."""
         raise NotImplementedError
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return self.backend_name
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:

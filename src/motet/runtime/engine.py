@@ -182,6 +182,10 @@ class Engine:
         `seed`: what dropout and the noise of generators depend on, beside stage and microbatch, or sample and item;
         None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
+        with self.executor.deadline.guarded():
+            return self._run(batch, forward_only, seed)
+
+    def _run(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> IterationResult:
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)

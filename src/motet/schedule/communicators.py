@@ -9,6 +9,7 @@ gradients between two ranks have a communicator for each direction and each of b
 and receives by their order (NCCL): a receive that was posted early must not hold back what comes after it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -79,13 +80,18 @@ class Communicators:
             everyone += self.experts.get(reduction, ())
         return (ranks for ranks in everyone if len(ranks) > 1)
 
-    def number_by_rank(self, num_ranks: int) -> list[int]:
-        """How many communicators each rank opens, with that of all ranks, where each link has one of its own."""
+    def groups_by_rank(self, num_ranks: int) -> list[int]:
+        """How many groups each rank belongs to, with that of all ranks."""
         number = [int(num_ranks > 1)] * num_ranks
-        for ranks in [*self.groups(), *(link[:2] for link in self.links)]:
+        for ranks in self.groups():
             for rank in ranks:
                 number[rank] += 1
         return number
+
+    def links_by_rank(self, num_ranks: int) -> list[tuple[int, int]]:
+        """How many links each rank sends on, and how many it receives on."""
+        sent, received = Counter(link.sender for link in self.links), Counter(link.receiver for link in self.links)
+        return [(sent[rank], received[rank]) for rank in range(num_ranks)]
 
 
 def communicators(plan: Plan) -> Communicators:

@@ -138,7 +138,7 @@ def test_gradients_equal_one_process(scenario: Scenario) -> None:
 def test_without_opened_communicators_tied_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_rules, "PATIENCE_S", 4.0)
     monkeypatch.setattr(engine_module, "open_communicators", lambda mesh, device, reducers: 0)
-    with pytest.raises(AssertionError, match="waits (in vain|on the host) for"):
+    with pytest.raises(AssertionError, match=r"waits (in vain|on the host) for"):
         check(TIED)
 
 
