@@ -7,8 +7,8 @@
   ranks are compared; the error names both ranks and operations. Tags are not compared: to NCCL they mean nothing.
 * Operations run in that order: none begins before the one before it has ended on this rank. A thread for each
   communicator runs them.
-* An operation with a lost peer does not return. Its wait ends by `abort`, or after `PATIENCE_S` with an error that tells
-  what was queued.
+* An operation with a lost peer does not return. Its wait ends by `abort`, or after `PATIENCE_S` with an error that
+  tells what was queued.
 
 Limits: a wait blocks the host, where NCCL's would block a stream; nothing runs on streams, so no race between them
 shows. What a rank would do while its device is behind does not happen. Memory and channels of communicators are not
@@ -72,7 +72,7 @@ class _Communicator:
     def __init__(self, name: str, members: Sequence[int], rank: int, store: dist.Store) -> None:
         self._name, self._members, self._rank, self._store = name, members, rank, store
         self._queue: SimpleQueue[tuple[RuledWork, Callable[[], list[dist.Work]]]] = SimpleQueue()
-        self._is_open = False
+        self._is_open = self._is_aborted = False
         self._written: dict[int, list[str]] = defaultdict(list)
         """What this rank has issued, by the other rank that takes part."""
         self._read: dict[int, tuple[BinaryIO, list[str], bytes]] = {}
@@ -86,6 +86,8 @@ class _Communicator:
 
     def issue(self, whats: Mapping[int, str], run: Callable[[], list[dist.Work]]) -> RuledWork:
         """`whats`: what the operation is to each member that takes part in it with this rank."""
+        if self._is_aborted:
+            raise RuntimeError(f"{self}: was aborted before {', '.join(whats.values())}")
         if not self._is_open:
             self._open()
         for other, what in whats.items():
@@ -96,6 +98,7 @@ class _Communicator:
         return work
 
     def abort(self) -> None:
+        self._is_aborted = True
         for work in list(self._pending):
             work.failure = RuntimeError(f"{self}: was aborted during {work.what}")
             work.ended.set()
@@ -152,8 +155,9 @@ class _Communicator:
             except RuntimeError as error:
                 self.lost = f"({error})"
                 return  # Neither this operation nor what stands behind it ever ends.
-            self._pending.remove(work)
-            work.ended.set()
+            if not self._is_aborted:
+                self._pending.remove(work)
+                work.ended.set()
 
 
 class RuledGroup(WrappedGroup):

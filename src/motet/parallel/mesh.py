@@ -1,6 +1,6 @@
 """Process groups of a plan (`motet.schedule.communicators`), as one rank sees them.
 
-Every rank creates every group but those of links, in the same order (a rule of torch.distributed).
+Every rank creates every group, in the same order (a rule of torch.distributed).
 """
 
 from collections.abc import Mapping
@@ -160,12 +160,11 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
                 first = min(groups_sharing_experts(plan, reduction))
                 reduce[reduction] = replace(reduce[reduction], experts=ReduceGroup(group, ranks), first_experts=first)
     links: dict[Link, dist.ProcessGroup | None] = {}
+    is_shared = pairs_by_tag()
     for link in in_rounds(planned.links):
+        group = None if is_shared else _new_group(tuple(sorted(link[:2])), timeout)
         if rank in link[:2]:
-            # By its two ranks alone: there are many links, and other ranks need not wait for them.
-            ends = sorted(link[:2])
-            is_shared = pairs_by_tag()
-            links[link] = None if is_shared else dist.new_group(ends, timeout=timeout, use_local_synchronization=True)
+            links[link] = group
     return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout, links)
 
 

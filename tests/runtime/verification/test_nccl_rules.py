@@ -112,7 +112,9 @@ TIED = Scenario(llm="llama-tied", llm_pp=2, placement="colocated", items="half",
 
 
 def scenario_of(schedule: str, kind: str) -> Scenario:
-    return replace(PLANS.get(schedule, CHAIN), schedule=schedule, **KINDS[kind])
+    scenario = replace(PLANS.get(schedule, CHAIN), schedule=schedule, **KINDS[kind])
+    # Every stage has experts.
+    return replace(scenario, llm_cuts=(2, 3, 4)) if scenario.ep > 1 and scenario.llm_pp == 4 else scenario
 
 
 SCHEDULES = [name for name in GENERATORS if name not in CONTRASTING]
