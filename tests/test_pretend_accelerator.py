@@ -33,7 +33,7 @@ def test_what_the_host_waits_for_is_counted_with_its_place():
             "nonzero": there.nonzero,
             "copy from pageable memory": lambda: torch.ones(3).to(device, non_blocking=True),
             "copy from pinned memory, waited for": lambda: torch.ones(3).pin_memory().to(device),
-            "repeat_interleave": lambda: there.repeat_interleave(torch.ones(6, dtype=torch.long, device=device)),
+            "repeat_interleave": lambda: torch.repeat_interleave(torch.ones(6, dtype=torch.long, device=device)),
         }
         for kind, action in wanted.items():
             with counted() as found:
