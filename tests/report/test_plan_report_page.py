@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,8 @@ def test_communication_is_hidden_or_exposed() -> None:
     timeline = result.timeline
     for each in times_of_ranks(evaluation):
         rank = each.ranks[0]
-        busy = [(s.start, s.end) for s in timeline.spans if s.rank == rank and s.kind in ("F", "B", "I", "W", "optimizer")]
+        own = [span for span in timeline.spans if span.rank == rank]
+        busy = [(span.start, span.end) for span in own if span.kind in ("F", "B", "I", "W", "optimizer")]
         sent = [
             (begin, end)
             for sender, receiver, begin, end in zip(
@@ -105,7 +107,7 @@ def test_communication_is_hidden_or_exposed() -> None:
             )
             if rank in (sender, receiver)
         ]
-        sent += [(s.start, s.end) for s in timeline.spans if s.rank == rank and s.kind in ("reduce", "gather")]
+        sent += [(span.start, span.end) for span in own if span.kind in ("reduce", "gather")]
         exposed, hidden = split_by_sampling(sent, busy)
         found = each.links.get("within a node")
         if not sent:
@@ -121,7 +123,7 @@ def split_by_sampling(used: list[tuple[float, float]], busy: list[tuple[float, f
     """Between all moments at which something begins or ends, nothing changes."""
     moments = sorted({moment for pair in used + busy for moment in pair})
     exposed = hidden = 0.0
-    for begin, end in zip(moments, moments[1:], strict=False):
+    for begin, end in pairwise(moments):
         middle = (begin + end) / 2
         if any(a < middle < b for a, b in used):
             is_busy = any(a < middle < b for a, b in busy)
