@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from motet.devices import seed_generators
 from motet.models.stages.stage import Batch
 from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
@@ -205,10 +206,7 @@ class Executor:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
         digest = hashlib.blake2b(repr((self._seed, cell)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little", signed=True)
-        # torch.manual_seed would visit every kind of device, at ten times the cost.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_generators(self.device, seed)
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
         """Sums in place over all ranks, before the deadline of the last iteration."""

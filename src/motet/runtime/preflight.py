@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from motet.devices import has_own_memory, memory_bytes
 from motet.errors import UserError
 from motet.parallel.mesh import Mesh
 from motet.runtime.agreement import on_every_rank
@@ -103,8 +104,8 @@ def _check_memory_of(rank: int, needed: int, available: float) -> None:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """CUDA: of the device. CPU: this process's share of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+    """Of an accelerator, its own; of a CPU, this process's share of the machine's."""
+    if has_own_memory(device):
+        return memory_bytes(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

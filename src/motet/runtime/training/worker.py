@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
 from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
+from motet.devices import peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.agreement import gather_values
@@ -157,10 +157,3 @@ def training_result(
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
         "data": _data_report(summary, producers),
     }
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """CUDA: of the allocator. CPU: the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
