@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.gpu.steps import TINY
 
 STEP_TIMEOUT_S = 20
-LONGEST_START_S = 80
+LONGEST_START_S = 100
 
 
 def main() -> None:
@@ -26,7 +26,8 @@ def main() -> None:
     )
     settings = (
         f"cluster.device={args.device}", "cluster.num_devices=2", f"parallel={parallel}", f"train.output={args.output}",
-        "train.steps=1000000", "train.checkpoint_every=0", f"train.step_timeout_s={STEP_TIMEOUT_S}", "train.overwrite=true",
+        "train.steps=1000000", "train.checkpoint_every=0", f"train.step_timeout_s={STEP_TIMEOUT_S}",
+        "train.overwrite=true",
     )  # fmt: skip
     command = [sys.executable, "-m", "motet", "train", str(TINY)]
     command += [part for setting in settings for part in ("--set", setting)]

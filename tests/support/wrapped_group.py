@@ -80,7 +80,7 @@ class WrappedGroup(ProcessGroup):
 
 
 class _StagedWork(dist._Work):
-    """`results`: tensors of a device with those of the host that hold what they will have. `kept`: all that gloo uses."""
+    """`results`: tensors of a device, with those of the host for their values. `kept`: all that gloo uses."""
 
     def __init__(
         self,
