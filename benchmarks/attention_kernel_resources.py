@@ -1,6 +1,7 @@
 """Resources that the attention kernels need of a GPU: registers, spills, shared memory. Runs without a GPU.
 
-Triton compiles them for a compute capability (80: A100, 90: H100, 100: B200) with the settings of `motet.attention.kernels.flash`;
+Triton compiles them for a compute capability (80: A100, 90: H100, 100: B200) with the settings of
+`motet.attention.kernels.flash`;
 NVIDIA's `cuobjdump`, which comes with Triton, tells what a program was given. A stack that is more than a few hundred
 bytes means that sums wait in memory; shared memory must fit.
 """
