@@ -22,7 +22,7 @@ class Step:
 
     name: str
     command: tuple[str, ...]
-    limit_s: int
+    limit_s: float
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -71,8 +71,9 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     on_device = (("MOTET_TEST_DEVICE", device), ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"))
     ranks = "tests/gpu/test_ranks_on_one_gpu.py"
     measure = ("--device", device, *(("--tiny",) if rehearsal else ()))
-    families = "llama" if rehearsal else ""
-    kernels = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32") if rehearsal else ()
+    small = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
+    kernels = small if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
+    reports = (("MOTET_REPORTS", str(output.parent)),)
     resume = f"train.resume={json.dumps('latest')}"
     speeds = [
         Step(f"speed {name}", ("-m", "benchmarks.gpu.stage_speed", *measure, *arguments), 60)
@@ -87,25 +88,26 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("train float32", _motet("train", device, output / "float32"), 60),
         Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 60),
         Step("verify", _motet("verify", device, output, "train.dtype=float64"), 60),
-        Step("verify families", _tests(ranks, f"test_families and {families or 'test'}"), 90, on_device),
+        Step("verify families", _tests(ranks, "test_families"), 90, on_device),
         Step("kernels", _tests("tests/attention/kernels", "test_tasks" if rehearsal else "", all_cases=False), 90),
-        Step("ranks on one GPU", _tests(ranks, "pipeline" if rehearsal else "test_layouts"), 90, on_device),
+        Step("ranks on one GPU", _tests(ranks, "test_layouts"), 90, on_device),
         Step("one step", ("-m", "benchmarks.gpu.one_step", *measure), 60),
         *speeds,
-        Step(
-            "attention",
-            ("-m", "benchmarks.attention_kernels", *kernels, "--repetitions", "1" if rehearsal else "5"),
-            60,
-        ),
+        Step("attention", ("-m", "benchmarks.attention_kernels", *kernels), 60, reports),
         Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60),
         Step("predicted", ("-m", "benchmarks.gpu.predicted", *measure), 90),
     ]
 
 
 def _for_several(device: str, output: Path) -> list[Step]:
-    explicit = "{planner: explicit, num_microbatches: 4, explicit: {vision: %s, audio: %s, language_model: {%s}}}"
-    colocated = explicit.replace("explicit,", "explicit, placement: replicated,", 1)
-    tied = "model.language_model={config: LlamaConfig, values: {vocab_size: 64, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}"  # noqa: E501
+    replicated = (
+        "{planner: explicit, placement: replicated, num_microbatches: 4, "
+        "explicit: {vision: %s, audio: %s, language_model: {%s}}}"
+    )
+    tied = (
+        "model.language_model={config: LlamaConfig, values: {vocab_size: 64, hidden_size: 64, intermediate_size: 128, "
+        "num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}"
+    )
     two = {
         "verify tied stages": ("pp: 2", "{}"),
         "verify tensor parallelism": ("tp: 2", "{tp: 2}"),
@@ -116,13 +118,13 @@ def _for_several(device: str, output: Path) -> list[Step]:
             name,
             _motet(
                 "verify", device, output, "train.dtype=float64", tied,
-                ranks=2, parallel=colocated % (encoders, encoders, language_model),
+                ranks=2, parallel=replicated % (encoders, encoders, language_model),
             ),
             90,
         )
         for name, (language_model, encoders) in two.items()
     ]  # fmt: skip
-    pipeline = colocated % ("{}", "{}", "pp: 2")
+    pipeline = replicated % ("{}", "{}", "pp: 2")
     return [
         *verified,
         Step("train on two", _motet("train", device, output / "two", ranks=2, parallel=pipeline), 60),

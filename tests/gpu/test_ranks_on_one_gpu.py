@@ -5,17 +5,17 @@ of a GPU without NCCL. `make gpu` sets `MOTET_TEST_DEVICE=cuda`; elsewhere the s
 """
 
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 import torch
 from distributed import run_distributed
 from one_process import prepare, verify
-from sampling import in_campaigns
 from scenario import Scenario
 from wrapped_group import WrappedGroup, register
+
+from motet.runtime.verification.comparison import Comparison
 
 DEVICE = os.environ.get("MOTET_TEST_DEVICE", "cpu")
 
@@ -46,20 +46,32 @@ FAMILIES = {
 }
 
 
-def check(scenario: Scenario) -> None:
-    prepare(scenario)
+def check(scenarios: Iterable[Scenario]) -> None:
+    """Those with one number of ranks share a start of processes."""
     register(WrappedGroup)
-    run: Callable[..., list[Any]] = partial(run_distributed, backend=WrappedGroup.backend_name)
-    comparison = run(lambda rank: verify(scenario, device=torch.device(DEVICE)), scenario.num_ranks)[0]
-    assert comparison.failures == []
-    assert comparison.max_grad_rel_err <= 1e-9
+    by_size: dict[int, list[Scenario]] = defaultdict(list)
+    for scenario in scenarios:
+        prepare(scenario)
+        by_size[scenario.num_ranks].append(scenario)
+    for num_ranks, group in by_size.items():
+        found = run_distributed(compare, num_ranks, group, backend=WrappedGroup.backend_name)[0]
+        assert [comparison for comparison in found if comparison.failures or comparison.max_grad_rel_err > 1e-9] == []
 
 
-@pytest.mark.parametrize("name", ["pipeline", *in_campaigns(set(LAYOUTS) - {"pipeline"})])
-def test_layouts(name: str) -> None:
-    check(LAYOUTS[name])
+def compare(rank: int, scenarios: list[Scenario]) -> list[Comparison | None]:
+    device = torch.device(DEVICE)
+    return [verify(scenario, device=device) for scenario in scenarios]
 
 
-@pytest.mark.parametrize("name", in_campaigns(FAMILIES))
-def test_families(name: str) -> None:
-    check(FAMILIES[name])
+def test_pipeline() -> None:
+    check([LAYOUTS["pipeline"]])
+
+
+@pytest.mark.campaign
+def test_layouts() -> None:
+    check(LAYOUTS.values())
+
+
+@pytest.mark.campaign
+def test_families() -> None:
+    check(FAMILIES.values())
