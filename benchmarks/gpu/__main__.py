@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.gpu.steps import ROOT, Step, python_command, steps
 
-
 LIST_S = 540
 """Seconds for a list of steps."""
 
