@@ -78,7 +78,7 @@ def expert_report(
 
 
 def plan_features(plan: Plan) -> dict[str, str]:
-    """What tells plans apart, in words by name."""
+    """Features that tell plans apart, in words by name."""
     features = {}
     for name, module in plan.modules.items():
         if module.kind == "loss" or module.copy_of is not None:
@@ -177,7 +177,7 @@ def why_this_plan(
 
 
 def _against(chosen: Evaluation, other: Evaluation) -> str:
-    """What the next plan loses by."""
+    """The differences of the next plan, and where it loses time."""
     features = plan_features(chosen.plan)
     differing = "; ".join(
         f"{name} {value} instead of {features.get(name, 'none')}"
