@@ -332,8 +332,8 @@ def plan_deferrals(
     rule: Callable[[Sequence[int], Floats, Floats, int], Deferral] = defer,
 ) -> list[Deferral]:
     """Algorithm 4, for each share of the batch, or another `rule` for a replica's microbatches. `work`: for each module
-    the seconds of each sample of the global batch (`motet.balancing.sample_work`); that of all encoders is added up, and
-    so is that of all other modules."""
+    the seconds of each sample of the global batch (`motet.balancing.sample_work`); that of all encoders is added up,
+    and so is that of all other modules."""
     total = {True: np.zeros(len(next(iter(work.values())))), False: np.zeros(len(next(iter(work.values()))))}
     for name, seconds in work.items():
         total[plan.modules[name].kind == "encoder"] += seconds

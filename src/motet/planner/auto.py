@@ -7,14 +7,21 @@ Candidates are
 * layouts of `own_layouts`, ordered by a lower bound and an estimate of memory, and simulated only while their bound is
   below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
 
+What the user leaves open (microbatches, recomputation, a sharded optimizer's state) is searched first, over chains of
+layers under all variants (`motet.planner.variants`); the named planners then only matter where they beat that, and all
+families of layouts are searched under the variants of the fastest chains.
+
 Then `auto` tries the fastest few that do not fit with parameters that their replicas share
-(`motet.planner.sharing`), the best few under other schedules, and the best and the fastest that does not fit with
-sequence parallelism. Plans that fit go before plans that are fast. If none fits, it searches again under options that
-save memory, the least intrusive first: the optimizer's state sharded, blocks recomputed, both, both with more
-microbatches. It takes the plan of the first that fits. Recomputation belongs to the plan, where the user has left it
-open; other options are the user's, so the plan then does not fit as it is, and the report's suggestions name them. A
-lower bound over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be
-from the best.
+(`motet.planner.sharing`), the best few under other schedules, the best and the fastest that does not fit with sequence
+parallelism, and the best under balanced assignments. Plans that fit go before plans that are fast. If none fits, and
+the user has fixed these options, it searches again under options that save memory, the least intrusive first. It takes
+the plan of the first that fits. The options are the user's, so the plan then does not fit as it is, and the report's
+suggestions name them. A lower bound over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how
+far the choice can be from the best.
+
+A search can be ended at any time, by a budget or an interrupt (`motet.planner.ending`); it then has the best of what it
+has simulated, and no lower bound.
+
 `motet.planner.distmm.local_search` searches plans of contrastive towers.
 
 `own_layouts` has these families of layouts, some of which no paper has:
@@ -35,6 +42,7 @@ be missed; the lower bound then tells by how much at most.
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,6 +95,7 @@ MAX_VARIANT_ACTIONS = 30_000
 """Limit on the actions of these simulations together."""
 NUM_MISFITS = 4
 """Of these, the most that are simulated though they seem not to fit, or did not."""
+MIN_BUDGET_S = 0.01
 NUM_VARIANTS = 2
 """Variants, those of the fastest chains, under which all families of layouts are searched."""
 BALANCED = ("balanced", "entrain")
@@ -322,12 +331,7 @@ class Choice:
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
         if self.repaired_s is not None:
-            if self.evaluation.fits:
-                parts.append("it fits with recomputation, and no plan fits without")
-            else:
-                parts.append(
-                    f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit"
-                )
+            parts.append(f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit")
         elif self.found_by != PLANNER:
             parts.append(f"the plan of {self.found_by}")
         elif self.best_named is not None:
@@ -339,6 +343,10 @@ class Choice:
                 parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
+        elif self.too_slow:
+            name = min(self.too_slow, key=lambda name: self.too_slow[name])
+            gain = self.too_slow[name] / seconds - 1
+            parts.append(f"every named planner that fits is at least {gain:.1%} slower")
         if len(self.assignments_s) > 1:
             parts.append(_deferral_text(self.assignments_s))
         if self.ended_early is not None:
@@ -368,10 +376,13 @@ def choose_among(
     try:
         if problem.loss_module is not None:
             return _choose_towers(problem, placement)
+        begin_s = time.monotonic()
         choice = _choose(problem, named, placement, budget_s, progress)
-        if choice.evaluation.fits or choice.ended_early:
+        # What is open has been searched; other options are the user's.
+        if choice.evaluation.fits or choice.ended_early or problem.microbatch_numbers:
             return choice
-        return _choose_repaired(problem, named, placement, choice)
+        left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
+        return _choose_repaired(problem, named, placement, choice, left_s, progress)
     finally:
         if was_collecting:
             gc.enable()
@@ -610,26 +621,30 @@ def _points(evaluations: Iterable[Evaluation]) -> tuple[Point, ...]:
 
 
 def _choose_repaired(
-    problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None, choice: Choice
+    problem: PlanningProblem,
+    planners: Mapping[str, PlanFunction],
+    placement: Placement | None,
+    choice: Choice,
+    budget_s: float | None = None,
+    progress: Progress = silent,
 ) -> Choice:
-    """The plan that fits under the first of the options that save memory; `choice` if none does."""
+    """The plan that fits under the first of the options that save memory, of those that are not open; `choice` if none
+    does."""
+    begin_s = time.monotonic()
     for changed in _saving_memory(problem):
         with suppress(UserError):
-            found = _choose(changed, planners, placement)
+            left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
+            found = _choose(changed, planners, placement, left_s, progress)
+            if found.ended_early:
+                return replace(choice, ended_early=found.ended_early)
             if not found.evaluation.fits:
                 continue
             fitting = found.evaluation.plan
-            own = replace(problem, recompute=changed.recompute) if problem.chooses_recompute else problem
-            plan = replace(
-                fitting,
-                num_microbatches=problem.num_microbatches,
-                recompute=tuple(
-                    name for name in fitting.modules if fitting.modules[name].data_module(name) in own.recompute
-                ),
-            )
+            recomputed = (n for n in fitting.modules if fitting.modules[n].data_module(n) in problem.recompute)
+            plan = replace(fitting, num_microbatches=problem.num_microbatches, recompute=tuple(recomputed), zero1=False)
             return replace(
                 choice,
-                evaluation=evaluate(own, plan),
+                evaluation=evaluate(problem, plan),
                 found_by=found.found_by,
                 repaired_s=found.evaluation.iteration_time_s,
             )
