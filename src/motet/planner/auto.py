@@ -43,11 +43,11 @@ be missed; the lower bound then tells by how much at most.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import inf
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
-from motet.planner.search import layouts_of
+from motet.planner.search import Cutoff, layouts_of
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.planner.sharing import sharing_plans
 from motet.planner.variants import best_variants, is_free, microbatch_numbers, promising, variant
@@ -95,8 +95,15 @@ MAX_VARIANT_ACTIONS = 30_000
 """Limit on the actions of these simulations together."""
 NUM_MISFITS = 4
 """Of these, the most that are simulated though they seem not to fit, or did not."""
+NUM_FILLED = 16
+"""With so many microbatches for each group, a pipeline's bubble is small without interleaving."""
+CUTOFF = 1.15
+"""Seconds over the fastest plan's up to which degrees are laid out: sequence parallelism makes them faster than their
+bound."""
+MIN_UNEVEN = 0.1
+"""Share by which the longest sample exceeds the mean, in some module, before assignments are compared."""
 MIN_BUDGET_S = 0.01
-NUM_VARIANTS = 2
+NUM_VARIANTS = 1
 """Variants, those of the fastest chains, under which all families of layouts are searched."""
 BALANCED = ("balanced", "entrain")
 """Assignments that the best plan is tried under where the user leaves that open."""
@@ -139,7 +146,19 @@ def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
     num_devices = problem.num_devices
-    separate = list(layouts_of(problem, cut_module, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True))
+    cutoff = Cutoff(problem)
+    separate = list(
+        layouts_of(
+            problem,
+            cut_module,
+            num_devices,
+            PLANNER,
+            placements,
+            MAX_COUNTS,
+            chooses_cp=True,
+            may_be_fast=cutoff.may_be_fast,
+        )
+    )
     yield from separate
     costs = LayoutCosts(problem)
     separate.sort(key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))
@@ -204,7 +223,15 @@ def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
         for tp, cp in product(tp_sizes(problem, backbone), cp_sizes(problem, backbone, dp)):
             number, left = divmod(problem.num_devices, dp * tp * cp)
             if number and not left and all(tp * cp in sizes for sizes in others):
-                yield EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+                groups = EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+                if problem.cutoff_s == inf or _least_s(problem, groups) < problem.cutoff_s:
+                    yield groups
+
+
+def _least_s(problem: PlanningProblem, groups: EqualGroups) -> float:
+    """The iteration if the groups share all work evenly."""
+    seconds = sum(map(sum, groups.layer_seconds(problem).values()))
+    return problem.num_microbatches * seconds / groups.number
 
 
 def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
@@ -223,26 +250,28 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
         yield from _spread(problem, groups)
 
 
-def all_chains(
-    problem: PlanningProblem, schedules: Sequence[str], wanted: Set[object] | None
-) -> Iterator[tuple[object, Layout]]:
-    """`chains`, `v_shaped` and `spread` on all of `device_counts`, with what tells them apart under every variant of
-    the problem. `wanted`: these alone; None: all."""
-    families: dict[object, Callable[[PlanningProblem, EqualGroups], Iterator[Layout]]] = {
-        v: partial(_rounds, num_chunks=v) for v in VIRTUAL_STAGES if v == 1 or INTERLEAVED in schedules
-    }
-    if V_SHAPED in schedules:
-        families[V_SHAPED] = _there_and_back
-    if len(problem.modules) > 1:
-        families["spread"] = _spread
+def divisions(problem: PlanningProblem) -> Iterator[tuple[PlanningProblem, EqualGroups, float, int]]:
+    """All equal groups on any of `device_counts`, with the seconds of all layers for a microbatch and the number of
+    groups."""
     for num_devices in device_counts(problem):
         smaller = problem.with_num_devices(num_devices)
         for groups in equal_groups(smaller):
-            for family, layouts in families.items():
-                key = (groups, family)
-                if wanted is None or key in wanted:
-                    for layout in layouts(smaller, groups):
-                        yield key, _with_sequence_parallelism(problem, layout)
+            yield smaller, groups, sum(map(sum, groups.layer_seconds(smaller).values())), groups.number
+
+
+def chains_on(problem: PlanningProblem, groups: EqualGroups, *, schedules: Sequence[str]) -> Iterator[Layout]:
+    """`chains`, `v_shaped` and `spread` on these groups; those with several runs on a group only where a pipeline's
+    bubble is not small anyway."""
+    has_bubble = problem.num_microbatches < NUM_FILLED * groups.number
+    layouts = [_rounds(problem, groups, 1)]
+    if has_bubble and INTERLEAVED in schedules:
+        layouts += [_rounds(problem, groups, v) for v in VIRTUAL_STAGES if v > 1]
+    if has_bubble and V_SHAPED in schedules:
+        layouts.append(_there_and_back(problem, groups))
+    if len(problem.modules) > 1:
+        layouts.append(_spread(problem, groups))
+    for layout in chain.from_iterable(layouts):
+        yield _with_sequence_parallelism(problem, layout)
 
 
 def _rounds(problem: PlanningProblem, groups: EqualGroups, num_chunks: int) -> Iterator[Layout]:
@@ -452,9 +481,8 @@ class _Search:
 
     def _search_variants(self) -> None:
         """Simulates the most promising chains of all variants."""
-        chains_of = partial(_chains_under, schedules=self.schedules)
         num_actions = 0
-        found = promising(self.problem, chains_of)
+        found = promising(self.problem, divisions, partial(chains_on, schedules=self.schedules))
         self._progress(f"{len(found)} chains of layers under all options that are open")
         num_misfits = 0
         for each in found:
@@ -496,10 +524,12 @@ class _Search:
     def _search_layouts(self, problems: Iterable[PlanningProblem]) -> None:
         """Simulates the most promising layouts of all families under these variants."""
         for problem in problems:
+            # Of layouts that cannot be faster, most are left out before they are laid out.
+            faster = problem.with_cutoff(CUTOFF * self._fastest_s())
             layouts = [
                 layout
                 for num_devices in device_counts(problem)
-                for layout in own_layouts(problem.with_num_devices(num_devices), self.schedules)
+                for layout in own_layouts(faster.with_num_devices(num_devices), self.schedules)
             ]
             self.add(best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations), "a layout")
             if MEMORY_AWARE in self.schedules:
@@ -533,9 +563,9 @@ class _Search:
             self.add(_sequence_parallel(fastest), "sequence parallelism")
 
     def _compare_assignments(self) -> None:
-        """Tries the best plan under balanced assignments; alike samples leave nothing to balance."""
+        """Tries the best plan under balanced assignments; samples that are nearly alike leave nothing to balance."""
         best = min(self.evaluations, key=rank)
-        if len(set(best.problem.sample_kinds)) == 1:
+        if not any(_are_uneven(best.problem, name) for name in best.problem.modules):
             return
         found = {best.plan.assignment: best}
         for name in BALANCED:
@@ -563,10 +593,9 @@ class _Search:
         )
 
 
-def _chains_under(
-    problem: PlanningProblem, wanted: Set[object] | None, *, schedules: Sequence[str]
-) -> Iterator[tuple[object, Layout]]:
-    return all_chains(problem, schedules, wanted)
+def _are_uneven(problem: PlanningProblem, name: str) -> bool:
+    tokens = [sample.num_tokens(name) for sample in problem.samples]
+    return max(tokens) > (1 + MIN_UNEVEN) * sum(tokens) / len(tokens)
 
 
 def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:

@@ -4,17 +4,19 @@ The user may leave open the number of microbatches, recomputation, and whether t
 variant sets them. More memory is saved only where less does not suffice: for each way to divide the devices, variants
 come in the order of `_savings`, and the first one whose layout seems to fit is taken.
 
-`promising` bounds all chains (all layers in a row, going round equal groups, there and back, or each module over all
-groups) under all variants, without a simulation. Their order is an estimate: the bound, plus what it leaves out of
-messages and sums of gradients.
+`promising` goes through all ways to divide the devices into equal groups, the best bound first, and leaves out those
+whose bound is above the fastest estimate so far. On the others it bounds the chains (all layers in a row, going round
+the groups, there and back, or each module over all groups) without a simulation. Their order is an estimate: the bound,
+plus what it leaves out of messages and sums of gradients.
 
 Limits: blocks of single modules are recomputed or of all; encoders on groups of their own are not among the chains, so
 `auto` searches these under the best variants only.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from motet.costs.communication import all_reduce_seconds
 from motet.costs.memory import usable_bytes
@@ -29,8 +31,12 @@ MAX_CELLS = 60_000
 """Most microbatches times stages times replicas that differ: larger programs take seconds to simulate."""
 
 
-Chains = Callable[[PlanningProblem, Set[object] | None], Iterable[tuple[object, Layout]]]
-"""(problem, keys of the wanted layouts or None: all) -> layouts with their keys."""
+Combine = Callable[[PlanningProblem], Iterable[tuple[PlanningProblem, Hashable, float, int]]]
+"""problem -> (the problem on some of its devices, groups, seconds of all layers for a microbatch, number of groups)."""
+LayOut = Callable[[PlanningProblem, Any], Iterable[Layout]]
+"""(problem, groups) -> layouts."""
+TRUST = 1.05
+"""Estimates of the fastest chain are trusted that far when others are left out."""
 
 
 @dataclass(frozen=True)
@@ -90,32 +96,54 @@ def microbatch_numbers(problem: PlanningProblem) -> list[int]:
     return sorted({*problem.microbatch_numbers, problem.num_microbatches})
 
 
-def promising(problem: PlanningProblem, chains_of: Chains) -> list[Promising]:
-    """All chains under all variants, the best first: those that seem to fit, then by estimate.
+@dataclass(frozen=True)
+class Combination:
+    """Equal groups on some devices, with a number of microbatches."""
 
-    `chains_of`: layouts of a problem, each with a key that is the same under every variant with equally many
-    microbatches."""
-    found = []
+    problem: PlanningProblem
+    """On those devices, without any saving of memory."""
+    groups: Hashable
+    least_s: float
+    """Lower bound: all work, evenly spread over the groups."""
+    likely_s: float
+    """The same with the bubble of a pipeline without interleaving."""
+
+
+def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> list[Promising]:
+    """The best chains under all variants: those that seem to fit first, then by estimate.
+
+    `combine`: ways to divide the devices of a problem, with the seconds of all layers for a microbatch and the number
+    of groups. `lay_out`: the chains on such groups."""
+    combinations = []
     for number in microbatch_numbers(problem):
-        missing: dict[object, Promising] = {}
-        is_first = True
+        changed = variant(problem, number, problem.recompute, problem.memory.zero1)
+        if changed is not None:
+            for smaller, groups, seconds, num_groups in combine(changed):
+                least_s = number * seconds / num_groups
+                combinations.append(Combination(smaller, groups, least_s, least_s * (1 + (num_groups - 1) / number)))
+    found: list[Promising] = []
+    misfits: list[Promising] = []
+    fastest_s = inf
+    for each in sorted(combinations, key=lambda each: each.likely_s):
+        if each.least_s > TRUST * fastest_s:
+            continue
         for recompute, zero1 in savings(problem):
-            changed = variant(problem, number, recompute, zero1)
-            if changed is None or not (is_first or missing):
-                continue
+            changed = variant(each.problem, each.problem.num_microbatches, recompute, zero1)
+            assert changed is not None
             costs = LayoutCosts(changed)
-            for key, layout in chains_of(changed, None if is_first else set(missing)):
-                if number * len(layout.chunks) > MAX_CELLS:
-                    continue
-                each = _estimated(changed, costs, layout)
-                if each.fits:
-                    missing.pop(key, None)
-                    found.append(each)
-                elif key not in missing or each.needed_bytes < missing[key].needed_bytes:
-                    missing[key] = each
-            is_first = False
-        found += missing.values()
-    return sorted(found, key=lambda each: (not each.fits, each.estimate_s if each.fits else each.needed_bytes))
+            laid_out = [
+                _estimated(changed, costs, layout)
+                for layout in lay_out(changed, each.groups)
+                if changed.num_microbatches * len(layout.chunks) <= MAX_CELLS
+            ]
+            fitting = [own for own in laid_out if own.fits]
+            if fitting:
+                found += fitting
+                fastest_s = min(fastest_s, *(own.estimate_s for own in fitting))
+                break
+            misfits += sorted(laid_out, key=lambda own: own.needed_bytes)[:1]
+    misfits.sort(key=lambda own: own.needed_bytes)
+    return [*sorted(found, key=lambda own: own.estimate_s), *misfits]
 
 
 def _estimated(problem: PlanningProblem, costs: LayoutCosts, layout: Layout) -> Promising:
