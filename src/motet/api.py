@@ -147,6 +147,7 @@ def make_plan(
             problem,
             placement=config.parallel.placement,
             budget_s=budget_s,
+            interruptible=True,
             progress=progress or (lambda line: None),
         )
     elif budget_s is not None:

@@ -99,11 +99,16 @@ def test_an_interrupt_leaves_the_best_so_far():
         if len(found) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    choice = choose(open_problem(), progress=interrupt_after_two)
+    choice = choose(open_problem(), interruptible=True, progress=interrupt_after_two)
     whole = choose(open_problem())
     assert choice.ended_early == "interrupted"
     assert 0 < len(choice.points) < len(whole.points)
     assert choice.evaluation.iteration_time_s == min(point.iteration_time_s for point in choice.points if point.fits)
+
+
+def test_training_is_not_begun_by_an_interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        choose(open_problem(), progress=lambda line: os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_a_budget_ends_whatever_runs():

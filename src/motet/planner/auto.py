@@ -392,13 +392,14 @@ def choose_among(
     *,
     placement: Placement | None = None,
     budget_s: float | None = None,
+    interruptible: bool = False,
     progress: Progress = silent,
 ) -> Choice:
     """Chooses among the plans of the named planners, which keep to the user's limits, and its own layouts. `placement`
     is passed on to the named planners; own layouts are left out then.
 
-    `budget_s`: seconds after which the search ends with the best plan so far; an interrupt ends it likewise. `progress`
-    is told what is found. Raises `UserError` if there is no plan."""
+    `budget_s`: seconds after which the search ends with the best plan so far, as an interrupt does if it is
+    `interruptible`. `progress` is told what is found. Raises `UserError` if there is no plan."""
     # There are hardly any cycles of garbage here, and collecting them would take a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()
@@ -406,12 +407,12 @@ def choose_among(
         if problem.loss_module is not None:
             return _choose_towers(problem, placement)
         begin_s = time.monotonic()
-        choice = _choose(problem, named, placement, budget_s, progress)
+        choice = _choose(problem, named, placement, budget_s, interruptible, progress)
         # What is open has been searched; other options are the user's.
         if choice.evaluation.fits or choice.ended_early or problem.microbatch_numbers:
             return choice
         left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
-        return _choose_repaired(problem, named, placement, choice, left_s, progress)
+        return _choose_repaired(problem, named, placement, choice, left_s, interruptible, progress)
     finally:
         if was_collecting:
             gc.enable()
@@ -421,11 +422,12 @@ def _choose(
     problem: PlanningProblem,
     planners: Mapping[str, PlanFunction],
     placement: Placement | None,
-    budget_s: float | None = None,
-    progress: Progress = silent,
+    budget_s: float | None,
+    interruptible: bool,
+    progress: Progress,
 ) -> Choice:
     search = _Search(problem, planners, placement, progress)
-    with until(budget_s) as ending:
+    with until(budget_s, interruptible=interruptible) as ending:
         search.run()
     if not search.evaluations:
         if ending.why is not None:
@@ -654,8 +656,9 @@ def _choose_repaired(
     planners: Mapping[str, PlanFunction],
     placement: Placement | None,
     choice: Choice,
-    budget_s: float | None = None,
-    progress: Progress = silent,
+    budget_s: float | None,
+    interruptible: bool,
+    progress: Progress,
 ) -> Choice:
     """The plan that fits under the first of the options that save memory, of those that are not open; `choice` if none
     does."""
@@ -663,7 +666,7 @@ def _choose_repaired(
     for changed in _saving_memory(problem):
         with suppress(UserError):
             left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
-            found = _choose(changed, planners, placement, left_s, progress)
+            found = _choose(changed, planners, placement, left_s, interruptible, progress)
             if found.ended_early:
                 return replace(choice, ended_early=found.ended_early)
             if not found.evaluation.fits:

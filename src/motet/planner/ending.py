@@ -33,9 +33,9 @@ class Ending:
 
 
 @contextmanager
-def until(budget_s: float | None) -> Iterator[Ending]:
-    """Runs its body until the end, for `budget_s` seconds at most, or until an interrupt. A second interrupt is raised
-    as usual.
+def until(budget_s: float | None, *, interruptible: bool = True) -> Iterator[Ending]:
+    """Runs its body until the end, for `budget_s` seconds at most, or until an interrupt if it is `interruptible`. A
+    second interrupt is raised as usual.
 
     Raises `UserError` for a budget outside of the main thread."""
     ending = Ending()
@@ -43,6 +43,8 @@ def until(budget_s: float | None) -> Iterator[Ending]:
         try:
             yield ending
         except KeyboardInterrupt:
+            if not interruptible:
+                raise
             ending.why = "interrupted"
         return
     if threading.current_thread() is not threading.main_thread():
@@ -54,6 +56,8 @@ def until(budget_s: float | None) -> Iterator[Ending]:
     except BudgetSpent:
         ending.why = f"the budget of {budget_s:g} s was spent"
     except KeyboardInterrupt:
+        if not interruptible:
+            raise
         ending.why = "interrupted"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -74,6 +74,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         for name, node in graph.modules.items()
     }
     given = config.parallel.model_fields_set
+    # Templates for failures take these from the run file.
+    is_open = config.train.failures is None and not graph.of_kind("loss")
     queries = {name: modules.pop(name) for name, w in workloads.items() if w.family == QUERY_TOKENS}
     return PlanningProblem(
         modules=modules,
@@ -91,9 +93,9 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
         chooses_recompute="recompute" not in given,
-        chooses_zero1="zero1" not in given and config.train.failures is None,
-        chooses_assignment="assignment" not in given and config.parallel.max_packed_tokens is None,
-        microbatch_numbers=() if "num_microbatches" in given or graph.of_kind("loss") else _numbers(config),
+        chooses_zero1=is_open and "zero1" not in given,
+        chooses_assignment=is_open and "assignment" not in given and config.parallel.max_packed_tokens is None,
+        microbatch_numbers=_numbers(config) if is_open and "num_microbatches" not in given else (),
         free_dp_sizes=_dp_sizes(config, 1),
         contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),

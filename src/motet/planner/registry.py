@@ -120,10 +120,11 @@ def choose(
     *,
     placement: Placement | None = None,
     budget_s: float | None = None,
+    interruptible: bool = False,
     progress: Progress = silent,
 ) -> Choice:
-    """Chooses for planner `auto`: the fastest of the named planners' plans and its own. `budget_s`, `progress`: see
-    `choose_among`.
+    """Chooses for planner `auto`: the fastest of the named planners' plans and its own. `budget_s`, `interruptible`,
+    `progress`: see `choose_among`.
 
     Raises `UserError` if there is no plan."""
     tried = [name for name, entry in PLANNERS.items() if entry.is_tried_by_auto]
@@ -132,7 +133,9 @@ def choose(
         for name in sorted(tried, key=lambda name: not PLANNERS[name].is_tried_first)
     }
     check_limits(problem)
-    return choose_among(problem, named, placement=placement, budget_s=budget_s, progress=progress)
+    return choose_among(
+        problem, named, placement=placement, budget_s=budget_s, interruptible=interruptible, progress=progress
+    )
 
 
 def _plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:
