@@ -91,6 +91,7 @@ SD3 = {
     "in_channels": 16,
     "joint_attention_dim": 4096,
     "pooled_projection_dim": 2048,
+    "caption_projection_dim": 1536,
 }
 
 
