@@ -22,6 +22,7 @@ from motet.config.model_section import (
     LoraOptions,
     ModelConfig,
     PartConfig,
+    SpectrogramConfig,
     TowerConfig,
 )
 from motet.config.parallel_section import ModuleParallelConfig, ParallelConfig
@@ -58,6 +59,7 @@ __all__ = [
     "PreparedDataConfig",
     "RunConfig",
     "SameDigitsConfig",
+    "SpectrogramConfig",
     "TowerConfig",
     "TrainConfig",
     "VideoConfig",

@@ -212,9 +212,15 @@ def boundary_bytes(
 ) -> float:
     """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
 
-    The output of an encoder's head is whole on every rank."""
+    The output of an encoder's head is whole on every rank. Between stages of a generator an image's conditions and the
+    vectors of its time step travel too; behind the connector its conditions do, and the pooled one."""
     rows, width = workload.boundary(border)
     carried = load.tokens / num_shares if rows == "tokens" else load.outputs
+    if workload.num_time_vectors and border == 1:
+        sizes = workload.config["condition_size"], workload.config["pooled_size"]
+        return (load.incoming + bool(sizes[1]) * load.sequences) * max(sizes) * options.activation_bytes
+    if workload.num_time_vectors:
+        carried += load.incoming + workload.num_time_vectors * load.sequences
     return carried * width * options.activation_bytes
 
 

@@ -1,0 +1,27 @@
+"""Bytes that are charged between a generator's stages against the shapes of what its stages send."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from generator_run import PIXART, SANA, SD3, generator_config
+
+from motet.costs.cost_model import microbatch_load
+from motet.costs.memory import MemoryOptions, boundary_bytes
+from motet.data.run_file import open_samples
+from motet.models.from_run_file import build_node
+
+
+@pytest.mark.parametrize("generator", [SD3, PIXART, SANA], ids=["SD3", "PixArt", "Sana"])
+def test_charged_bytes_are_those_of_what_travels(tmp_path: Path, generator: dict) -> None:
+    config = generator_config(tmp_path, generator)
+    source = open_samples(config)
+    samples = [sample for sample in map(source.sample, range(5)) if sample.has("image")]
+    node = build_node(config, "image", (0, 6), torch.float32)
+    workload = node.workload()
+    load = microbatch_load(workload, "image", samples, ("language_model",))
+    options = MemoryOptions(activation_bytes=4)
+    for border in range(1, workload.num_layers):
+        rows, width = build_node(config, "image", (0, 6), torch.float32).make_stage((0, border)).output_shape(samples)
+        assert rows > 0
+        assert boundary_bytes(workload, border, load, options) == 4 * rows * width
