@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
+from motet.errors import UserError
 
 HELP = "lay the model out on the cluster, and predict the time and memory of an iteration"
 
@@ -17,9 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
-    from motet.api import make_plan
+    from motet.api import make_phase_plans, make_plan
     from motet.report.plan_report import choice_text, report_text
 
+    if config.train.phases and config.train.only_phase is None:
+        if out:
+            raise UserError("--out: a file holds one plan; add --set train.only_phase=NAME for that of a phase")
+        phases = make_phase_plans(config)
+        for name, prediction in phases.items():
+            print(f"phase {name}\n{prediction}\n")
+        return {"phases": {name: dict(prediction.report) for name, prediction in phases.items()}}
     prediction = make_plan(config)
     plan, num_devices = prediction.plan, config.cluster.num_devices
     print(report_text(prediction.report))

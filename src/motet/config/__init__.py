@@ -26,6 +26,7 @@ from motet.config.model_section import (
     TowerConfig,
 )
 from motet.config.parallel_section import ModuleParallelConfig, ParallelConfig
+from motet.config.phases import chosen_run, phases_of
 from motet.config.run_file import (
     CatalogueConfig,
     ClusterConfig,
@@ -63,6 +64,8 @@ __all__ = [
     "TowerConfig",
     "TrainConfig",
     "VideoConfig",
+    "chosen_run",
     "load_catalogue",
     "load_run_config",
+    "phases_of",
 ]

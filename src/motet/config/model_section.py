@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section, Share
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 
 
@@ -161,6 +161,9 @@ class GeneratorConfig(PartConfig):
     """Peak learning rate of the connector and the null condition; null: `train.learning_rate`."""
     queries_learning_rate: LearningRate | None = None
     """Peak learning rate of the query tokens; null: `train.learning_rate`."""
+    ema: Share | None = None
+    """Decay of a moving average of the weights (transformer, connector, query tokens), such as 0.9999, which is what is
+    exported. In step n it is (1 + n) / (10 + n) if that is less. null: none, and the weights are exported."""
 
     @model_validator(mode="after")
     def _has_no_adapters(self) -> "GeneratorConfig":

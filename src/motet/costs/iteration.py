@@ -393,6 +393,7 @@ class IterationCosts:
     def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int, by_block: bool) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
         num_holders, num_shares = holders_and_shares(module, cp_size)
+        options = self.memory.of(workload)
         static = sum(
             static_layer_bytes(
                 workload.layers[index],
@@ -400,7 +401,7 @@ class IterationCosts:
                 has_backward=self._gradients[self.cells.owner(name)][index].any,
                 tp_size=tp_size,
                 num_holders=num_holders,
-                options=self.memory,
+                options=options,
                 num_shares=num_shares,
                 fully_sharded=module.fully_sharded,
                 ep=module.ep,

@@ -14,7 +14,7 @@ Limits: temporary memory of an action and fragmentation of the allocator are not
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from motet.cluster import Cluster
@@ -56,6 +56,12 @@ class MemoryOptions:
     def num_keepers(self, num_holders: int) -> int:
         """Number of ranks, of `num_holders` with the same layers, that keep the optimizer state of a parameter."""
         return min(self.state_copies, num_holders) if self.zero1 else num_holders
+
+    def of(self, workload: ModuleWorkload) -> "MemoryOptions":
+        """With the moving average as a further optimizer state, where the module has one."""
+        if not workload.is_averaged:
+            return self
+        return replace(self, optimizer_bytes=self.state_bytes + self.parameter_bytes)
 
     @property
     def state_bytes(self) -> int:
