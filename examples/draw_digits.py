@@ -121,7 +121,7 @@ def read(folder: Path, num_images: int = 100, guidance: float = 2.0) -> float:
 
 
 def drawer(export: Path):
-    """The function `draw_image` of the README that is exported with the model: plain transformers, diffusers and torch."""
+    """The function `draw_image` of the exported README: plain transformers, diffusers and torch."""
     text = (export / "README.md").read_text()
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
