@@ -16,6 +16,7 @@ Limits: temporary memory of an action and fragmentation of the allocator are not
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import Load
@@ -47,6 +48,11 @@ class MemoryOptions:
     (`motet.resilience.state_transfer`)."""
     optimizer_bytes: int | None = None
     """Optimizer state per parameter; None: its moments. In half precision it includes a float32 parameter."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of an element between stages: autocast's dtype, where there is one."""
+        return self.computed_bytes
 
     @property
     def computed_bytes(self) -> int:
@@ -208,14 +214,24 @@ def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: Memory
 
 
 def boundary_bytes(
-    workload: ModuleWorkload, border: int, load: Load, options: MemoryOptions, *, num_shares: int = 1
+    workload: ModuleWorkload,
+    border: int,
+    load: Load,
+    element_bytes: int,
+    *,
+    num_shares: int = 1,
+    num_row_shares: int = 1,
 ) -> float:
     """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
 
-    The output of an encoder's head is whole on every rank."""
+    The output of an encoder's head is whole on every rank. `num_row_shares`: number of shares, of whole rows, in which
+    the members of a tensor-parallel group get it; a padded sequence is cut by its columns."""
     rows, width = workload.boundary(border)
     carried = load.tokens / num_shares if rows == "tokens" else load.outputs
-    return carried * width * options.activation_bytes
+    if num_row_shares > 1:
+        num_sequences = load.sequences if rows == "tokens" and workload.arrangement == "padded" else 1
+        carried = num_sequences * ceil(carried / max(1, num_sequences) / num_row_shares)
+    return carried * width * element_bytes
 
 
 def half_saved_layer_bytes(
