@@ -26,7 +26,9 @@ from motet.runtime.verification.verify import collect_weights, fill_adapters
 NUM_DRAWS = int(os.environ.get("MOTET_LORA_DRAWS", "40"))
 SEED = os.environ.get("MOTET_LORA_SEED", "16")
 
-FAMILIES = {"olmo2": (Olmo2ForCausalLM, Olmo2Config, {}), "gpt2": (GPT2LMHeadModel, GPT2Config, {"intermediate_size": None, "num_key_value_heads": None, "max_position_embeddings": 256})}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2_VALUES = {"intermediate_size": None, "num_key_value_heads": None, "max_position_embeddings": 256, **NO_DROPOUT}
+FAMILIES = {"olmo2": (Olmo2ForCausalLM, Olmo2Config, {}), "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_VALUES)}
 
 LORA = Scenario(lora=("language_model",), frozen="audio", placement="shared")
 WHOLE = replace(LORA, llm_pp=2, tp=2)

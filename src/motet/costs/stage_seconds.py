@@ -301,7 +301,8 @@ class StageSeconds:
             per_row = width * s_per_byte
             return Quadratic(constant=terms.latency_s)._replace(**{f"per_{rows.removesuffix('s')}": per_row})
 
-        inputs, gradients = [], []
+        inputs: list[Quadratic] = []
+        gradients: list[Quadratic] = []
         for border, first, found in ((index - 1, stage.layers[0], inputs), (index, stage.layers[1], gradients)):
             if not 0 <= border < len(stages) - 1 or keeps_row_shares(module, replica, border):
                 continue
