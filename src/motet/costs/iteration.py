@@ -11,6 +11,7 @@ though it exists only during one backward at a time.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import lcm
 from typing import Protocol
@@ -83,7 +84,8 @@ class IterationCosts:
         replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
-        self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
+        self.workloads, self.table, self.cluster = workloads, table, cluster
+        self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
