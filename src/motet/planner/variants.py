@@ -126,7 +126,7 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
     found: list[Promising] = []
     misfits: list[Promising] = []
     fastest_s = inf
-    variants: dict[object, PlanningProblem] = {}
+    variants: dict[tuple[int, tuple[str, ...], bool], PlanningProblem | None] = {}
     options = savings(problem)
     for each in sorted(combinations, key=lambda each: each.likely_s)[:MAX_COMBINATIONS]:
         if each.least_s > TRUST * fastest_s:
@@ -136,8 +136,10 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
             key = (number, recompute, zero1)
             if key not in variants:
                 # Kept, as variants remember the costs of layers.
-                variants[key] = variant(problem, *key) or problem
-            changed = variants[key].with_num_devices(each.problem.num_devices)
+                variants[key] = variant(problem, *key)
+            changed = variants[key]
+            assert changed is not None
+            changed = changed.with_num_devices(each.problem.num_devices)
             costs = LayoutCosts(changed)
             laid_out = [
                 _estimated(changed, costs, layout)
