@@ -82,7 +82,7 @@ class TrainingSummary:
     """Result of the last finished step."""
 
     def keep_record(self, before: "TrainingSummary") -> None:
-        """Takes over the results of the steps that `before`, of the same run, had finished and that are not repeated."""
+        """Takes over the results of the finished steps of `before`, of the same run, that are not repeated."""
         num_kept = max(0, len(before.losses) - (before.steps - self.steps))
         self.losses = before.losses[:num_kept] + self.losses
         self.step_s = before.step_s[:num_kept] + self.step_s
