@@ -14,9 +14,9 @@ from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.config.model_section import EncoderConfig, LanguageModelConfig
 from motet.families.classes import Kind, model_class_of
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
+from motet.families.encoders.token_counts import encoder_segment
 from motet.families.language_models import cross_attention_layers, is_tied
-from motet.families.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
@@ -118,7 +118,7 @@ class Scenario:
                     "encoders": {"vision": encoder("vision", self.vision), "audio": encoder("audio", self.audio)},
                     "language_model": {
                         "config": llm_class.__name__,
-                        "values": {**SIZES, **llm_values},
+                        "values": {key: value for key, value in {**SIZES, **llm_values}.items() if value is not None},
                         "train": self._trained("language_model"),
                         "router_aux_loss": self.router_aux_loss,
                     },
@@ -135,7 +135,7 @@ class Scenario:
 
     def _trained(self, name: str) -> dict:
         if name in self.lora:
-            return {"lora": {"rank": 2, "alpha": 3.0, "targets": self.lora_targets}}
+            return {"lora": {"rank": 2, "alpha": 3.0, "targets": self.lora_targets and [*self.lora_targets]}}
         return {"module": name not in FROZEN[self.frozen]}
 
     def plan(self, config: RunConfig) -> Plan:

@@ -8,7 +8,7 @@ from motet.config import DescribedConfig, EncoderConfig, RunConfig
 from motet.config.data_section import DescribedImagesConfig
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, ConfiguredModule
-from motet.families.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
+from motet.families.encoders.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 from motet.shapes.module_shape import QUERY_TOKENS, ModuleWorkload
 
@@ -114,7 +114,8 @@ def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -
         if name not in data.generated:
             raise UserError(f"data.generated: has no entry for {name}; give the height and width of its images")
         image = data.generated[name]
-        side = LATENT_SIDE * graph.modules[name].workload.config.get("patch_size", 1)
+        is_sound = config.model.generators[name].spectrogram is not None
+        side = (1 if is_sound else LATENT_SIDE) * graph.modules[name].workload.config.get("patch_size", 1)
         if image.height % side or image.width % side:
             raise UserError(
                 f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {side}, which a place "

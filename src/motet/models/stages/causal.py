@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
 from motet.errors import UserError
-from motet.families.discovery import causal_paths, num_causal_layers
+from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
 from motet.families.language_models import is_tied, next_labels
 from motet.families.rotary import SequenceRotary
 from motet.models.stages.stage import keep_frozen_in_eval_mode
@@ -164,6 +164,10 @@ class CausalStage(nn.Module):
     def width(self, layer: int) -> int:
         """Returns the width of a layer's input: hidden states, and what else blocks read."""
         return self.hidden_size if self._handover is None else self._handover.forms.width(layer - 1)
+
+    def crosses_alone(self, layer: int) -> bool:
+        """Whether hidden states are all that crosses the border before a layer."""
+        return self._handover is None or not self._handover.forms.crossing(layer - 1)
 
     @property
     def exchanges_heads(self) -> bool:
