@@ -10,7 +10,7 @@ sample of a batch reached, stays as it is, as do its moments.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -107,13 +107,21 @@ class Optimizer:
         return self._schedule.factor(finished_steps)
 
     @torch.no_grad()
-    def step(self, finished_steps: int) -> None:
-        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank."""
+    def step(self, finished_steps: int, is_finite: Tensor | None = None) -> None:
+        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank.
+
+        `is_finite`: a tensor on their device; where it is false nothing changes, and the host need not know."""
         self._is_current = self._exchange is None
         factor = self.factor(finished_steps)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_learning_rate"] * factor
+            if is_finite is not None:
+                assert not self._config.is_exact, "torch's foreach implementation always steps"
+                # torch's own way to leave out a step, which its gradient scaler uses.
+                inner: Any = _inner(optimizer)
+                flag = torch.zeros((), dtype=torch.float32, device=is_finite.device)
+                inner.grad_scale, inner.found_inf = None, flag.masked_fill(~is_finite, 1.0)
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
