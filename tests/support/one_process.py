@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,16 @@ def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambd
     assert comparison.max_grad_rel_err <= tolerance
 
 
-def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
+Run = Callable[..., list[Any]]
+"""Starts processes, as `run_distributed` does."""
+
+
+def check_together(
+    scenarios: Sequence[Scenario],
+    *,
+    before: Before = lambda engine, config, batch: None,
+    run: Run = run_distributed,
+) -> dict[Scenario, Comparison]:
     """All must pass. Those with one number of ranks share a start of processes."""
     by_size: dict[int, list[Scenario]] = defaultdict(list)
     for scenario in scenarios:
@@ -89,16 +98,16 @@ def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
     for num_ranks, group in sorted(by_size.items()):
         for scenario in group:
             prepare(scenario)
-        comparisons = run_distributed(_verify_all, num_ranks, group, timeout=500)[0]
+        comparisons = run(_verify_all, num_ranks, group, before, timeout=500)[0]
         found.update(zip(group, comparisons, strict=True))
     return found
 
 
-def _verify_all(rank: int, scenarios: Sequence[Scenario]) -> list[Comparison | None]:
+def _verify_all(rank: int, scenarios: Sequence[Scenario], before: Before) -> list[Comparison | None]:
     comparisons = []
     for scenario in scenarios:
         try:
-            comparison = verify(scenario)
+            comparison = verify(scenario, before)
             if comparison is not None:
                 assert comparison.passed, comparison.failures
                 assert comparison.world_size == scenario.num_ranks

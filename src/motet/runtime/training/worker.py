@@ -24,7 +24,7 @@ from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, computation_of
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
-from motet.runtime.preflight import check_memory, try_links
+from motet.runtime.preflight import check_memory
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
@@ -49,7 +49,7 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         dist.barrier()  # Links are tried with little patience for a rank that is late.
-        try_links(plan, trainer.engine.model.mesh, device)
+        trainer.engine.open_communicators()
         return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:
         if not isinstance(error, StepTimeoutError):
