@@ -111,6 +111,7 @@ def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_no
         assert values[0].isfinite().all()
         assert torch.equal(values[0], values[1])
         assert not torch.equal(values[1], values[2])
-        assert {int(state["step"].item()) for state in optimizer.states().values()} == {2}
+        # 0: of parameters that no sample of the batch reaches.
+        assert {int(state["step"].item()) for state in optimizer.states().values()} == {0, 2}
 
     on_accelerator(work)
