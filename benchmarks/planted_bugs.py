@@ -286,8 +286,8 @@ BUGS = (
     ),
     Bug(
         "dropout is the same in every step",
-        "started = engine.start(batch, seed=(self.settings.seed, self.finished_steps))",
-        "started = engine.start(batch, seed=(self.settings.seed, 0))",
+        "result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))",
+        "result = engine.run(batch, seed=(self.settings.seed, 0))",
         ("test_trainer",),
         "own_dropout",
     ),

@@ -8,10 +8,12 @@ import torch
 from one_process import prepare, verify
 from pretend_accelerator import counted, on_accelerator
 from scenario import Scenario, ScenarioBatch
+from training import plan_of, run_config, train
 
 from motet.config import RunConfig
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.engine import Engine, StartedIteration
+from motet.runtime.training.worker import train_worker
 
 ALONE = (
     Scenario(placement="shared"),
@@ -115,3 +117,21 @@ def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_no
         assert {int(state["step"].item()) for state in optimizer.states().values()} == {0, 2}
 
     on_accelerator(work)
+
+
+def test_training_and_its_resumption_are_those_on_a_cpu(tmp_path):
+    common = {"train__checkpoint_every": 2, "train__clip_grad_norm": 0.5}
+    (on_cpu,) = train(run_config(tmp_path / "cpu", **common))
+    config = run_config(tmp_path / "gpu", **common)
+    resumed = run_config(tmp_path / "gpu", **common, train__resume=str(tmp_path / "gpu/checkpoints/step_00000002"))
+    plan = plan_of(config)
+
+    def work(rank: int, device: torch.device) -> list[dict]:
+        return [
+            train_worker(of.model_copy(update={"cluster": of.cluster.model_copy(update={"device": "gpu"})}), plan)
+            for of in (config, resumed)
+        ]
+
+    whole, rest = on_accelerator(work, plan.num_ranks)[0]
+    assert whole["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
+    assert rest["losses"] == whole["losses"][2:]

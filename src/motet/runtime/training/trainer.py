@@ -233,12 +233,10 @@ class Trainer:
         """One update, unless numbers are not finite."""
         engine = self.engine
         engine.model.zero_gradients()
-        with engine.executor.deadline.guarded():
-            started = engine.start(batch, seed=(self.settings.seed, self.finished_steps))
-            if has_own_memory(engine.device):
-                # The device decides by itself, so that it has its work before the host waits for the loss.
-                self._optimize(started.gradient_norm, started.is_finite)
-            result = started.read()
+        if has_own_memory(engine.device):
+            result = self._run_ahead(batch)
+        else:
+            result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
         if not _is_finite(result):
             self._report_non_finite(batch, result)
         self.is_paused = result.pause
@@ -247,6 +245,13 @@ class Trainer:
             with engine.executor.doing("the exchange of new parameters"):
                 self.optimizer.exchange()
         return result
+
+    def _run_ahead(self, batch: Batch) -> IterationResult:
+        """An iteration and its update, which the device has to do before the host waits for the loss."""
+        with self.engine.executor.deadline.guarded():
+            started = self.engine.start(batch, seed=(self.settings.seed, self.finished_steps))
+            self._optimize(started.gradient_norm, started.is_finite)
+            return started.read()
 
     def _optimize(self, gradient_norm: float | Tensor, is_finite: Tensor | None = None) -> None:
         """`is_finite`: on the device; where it is false nothing changes."""
