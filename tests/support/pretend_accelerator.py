@@ -337,6 +337,12 @@ class _DeviceModule:
     def device(self, index: Any) -> Any:
         return nullcontext()
 
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
     def _is_in_bad_fork(self) -> bool:
         return False
 
