@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.config import RunConfig, load_run_config
+from motet.config import RunConfig, chosen_run, load_run_config, phases_of
 from motet.environment import set_environment
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL, Plan
@@ -244,7 +244,10 @@ def train(
         store: with `train.failures`: the place in etcd where the nodes of this machine agree; None: a process does it.
     """
     set_environment()
-    config = _config(run, overrides)
+    whole = _read(run, overrides)
+    if whole.train.phases and whole.train.only_phase is None:
+        return _train_phases(whole, plan)
+    config = chosen_run(whole)
     from motet.planner.evaluate import evaluate
     from motet.report.plan_report import report_evaluation, report_measured
 
@@ -287,6 +290,33 @@ def train(
     return {**result, "measured": measured, "predicted": predicted, "export": exported}
 
 
+def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
+    """Trains one phase after the other; with `train.resume: latest` without those that are finished. Returns the result
+    of the last one, and of each under `phases`."""
+    if plan is not None:
+        raise UserError("--plan: is of one layout, but each phase is planned; leave it out, or add train.only_phase")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "train.phases: processes of torchrun run one phase; start it for each with --set train.only_phase=NAME"
+        )
+    from motet.runtime.checkpoint.folder import find_checkpoints, step_of
+
+    results: dict[str, Any] = {}
+    phases = phases_of(config)
+    for phase in phases.values():
+        read_problem(phase)  # What is wrong with a later phase is said before the first one is trained.
+    for name, phase in phases.items():
+        there = find_checkpoints(Path(phase.train.output) / "checkpoints")
+        if phase.train.resume == "latest" and there and step_of(there[-1]) >= phase.train.steps:
+            print(f"phase {name}: is finished", file=sys.stderr, flush=True)
+            continue
+        print(f"phase {name}: {phase.train.steps} steps", file=sys.stderr, flush=True)
+        results[name] = train(phase)
+    if not results:
+        raise UserError("train.resume: every phase is finished; give more steps, or leave it out to begin anew")
+    return {**list(results.values())[-1], "phases": results}
+
+
 def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     """Writes a checkpoint of the run as a folder that plain transformers loads: `export` in `train.output`.
 
@@ -310,6 +340,10 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
 
 
 def _config(run: RunFile, overrides: Sequence[str]) -> RunConfig:
+    return chosen_run(_read(run, overrides))
+
+
+def _read(run: RunFile, overrides: Sequence[str]) -> RunConfig:
     if not isinstance(run, RunConfig):
         return load_run_config(run, overrides)
     if overrides:

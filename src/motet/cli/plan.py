@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.budget_s is not None and not 0 < arguments.budget_s <= MAX_BUDGET_S:
         raise UserError(f"--budget-s: is {arguments.budget_s:g}; give seconds above 0, at most {MAX_BUDGET_S:.0f}")
+    if config.train.phases and config.train.only_phase is None:
+        return {"phases": _plan_phases(config, arguments, given="--out" if out else "--report" if pages else None)}
     prediction = make_plan(config, budget_s=arguments.budget_s, progress=_Progress())
     if prediction.choice and prediction.choice.ended_early:
         print(f"motet: {prediction.choice.ended_early}; this is the best plan so far", file=sys.stderr)
@@ -73,6 +75,21 @@ class _Progress:
 
     def __call__(self, line: str) -> None:
         print(f"motet: {time.perf_counter() - self._begin_s:6.1f} s: {line}", file=sys.stderr, flush=True)
+
+
+def _plan_phases(config: "RunConfig", arguments: argparse.Namespace, given: str | None) -> dict[str, Any]:
+    """The plan of each phase of a training."""
+    from motet.api import make_plan
+    from motet.config import phases_of
+
+    if given:
+        raise UserError(f"{given}: a file is of one plan; add --set train.only_phase=NAME for that of a phase")
+    reports = {}
+    for name, phase in phases_of(config).items():
+        prediction = make_plan(phase, budget_s=arguments.budget_s, progress=_Progress())
+        print(f"phase {name}\n{prediction}\n")
+        reports[name] = dict(prediction.report)
+    return reports
 
 
 def _report_file(path: str) -> Path:

@@ -365,6 +365,7 @@ class Estimator:
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
+            options = self.memory.of(self.workloads[name])
             static = [
                 sum(
                     static_layer_bytes(
@@ -373,7 +374,7 @@ class Estimator:
                         has_backward=self.gradients[name][index].any,
                         tp_size=tp,
                         num_holders=num_holders,
-                        options=self.memory,
+                        options=options,
                         num_shares=num_shares,
                         fully_sharded=fully_sharded,
                         ep=ep,

@@ -459,6 +459,7 @@ class IterationCosts:
         """What a stage of these layers holds, and what it gathers."""
         module, workload = self.plan.modules[name], self.cells.workload(name)
         num_holders, num_shares = holders_and_shares(module, cp_size)
+        options = self.memory.of(workload)
         static = StaticBytes()
         for index in range(*layers):
             of_layer = static_layer_bytes(
@@ -467,7 +468,7 @@ class IterationCosts:
                 has_backward=self._gradients[self.cells.owner(name)][index].any,
                 tp_size=tp_size,
                 num_holders=num_holders,
-                options=self.memory,
+                options=options,
                 num_shares=num_shares,
                 fully_sharded=module.fully_sharded,
                 ep=module.ep,

@@ -16,7 +16,7 @@ activations of a narrow Llama).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
 from typing import NamedTuple
@@ -65,6 +65,12 @@ class MemoryOptions:
     def num_keepers(self, num_holders: int) -> int:
         """Number of ranks, of `num_holders` with the same layers, that keep the optimizer state of a parameter."""
         return min(self.state_copies, num_holders) if self.zero1 else num_holders
+
+    def of(self, workload: ModuleWorkload) -> "MemoryOptions":
+        """With the moving average as a further optimizer state, where the module has one."""
+        if not workload.is_averaged:
+            return self
+        return replace(self, optimizer_bytes=self.state_bytes + self.parameter_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -246,9 +252,16 @@ def boundary_bytes(
     """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
 
     The output of an encoder's head is whole on every rank. `num_row_shares`: number of shares, of whole rows, in which
-    the members of a tensor-parallel group get it; a padded sequence is cut by its columns."""
+    the members of a tensor-parallel group get it; a padded sequence is cut by its columns. Between stages of a
+    generator an image's conditions and the vectors of its time step travel too; behind the connector its conditions do,
+    and the pooled one."""
     rows, width = workload.boundary(border)
+    if workload.num_time_vectors and border == 1:
+        sizes = workload.config["condition_size"], workload.config["pooled_size"]
+        return (load.incoming + bool(sizes[1]) * load.sequences) * max(sizes) * element_bytes
     carried = load.tokens / num_shares if rows == "tokens" else load.outputs
+    if workload.num_time_vectors:
+        carried += load.incoming + workload.num_time_vectors * load.sequences
     if num_row_shares > 1:
         num_sequences = load.sequences if rows == "tokens" and workload.arrangement == "padded" else 1
         carried = num_sequences * ceil(carried / max(1, num_sequences) / num_row_shares)

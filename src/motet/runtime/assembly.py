@@ -16,7 +16,7 @@ from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
 from motet.parallel.adapters import add_adapters
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
-from motet.plan import LayerRange, ModulePlan, Plan, Stage
+from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
@@ -145,6 +145,16 @@ def part_learning_rates(config: RunConfig) -> dict[str, float]:
     return rates
 
 
+def _averages(config: RunConfig) -> dict[str, float]:
+    """Decay of moving averages by part."""
+    return {
+        part: own.ema
+        for name, own in config.model.generators.items()
+        if own.ema is not None
+        for part in (f"{name}.module", f"{name}.projector", f"{queries_of(name)}.module")
+    }
+
+
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     """Makes the optimizer. With `train.failures`, ZeRO-1's owners are chosen later (`Optimizer.keep_alone`)."""
     zero1 = config.parallel.zero1 and config.train.failures is None
@@ -155,6 +165,7 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
         OptimizerConfig(
             learning_rate=train.learning_rate,
             part_learning_rates=part_learning_rates(config),
+            averages=_averages(config),
             weight_decay=train.weight_decay,
             betas=train.betas,
             eps=train.eps,

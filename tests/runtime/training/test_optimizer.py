@@ -1,7 +1,7 @@
 """Training equals torch's own AdamW, clipping and schedules on the plain modules in one process."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter
-from motet.runtime.training.optimizer import MOMENTS, LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 
 TP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"tp": 2, "dp": 2}}
 PP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"pp": 2, "dp": 2}}
@@ -220,8 +220,21 @@ def test_shards_get_the_bits_of_the_whole(rows: int, columns: int, share: float,
         assert torch.equal(torch.cat([shard[name] for shard in shards]), whole[name]), name
 
 
-def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A parameter and its moments, after a step with each of the gradients."""
+def test_the_average_follows_the_parameter_from_the_start() -> None:
+    values, *gradients = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    average = values
+    for step in range(3):  # Decays of the first steps: 1/10, 2/11, and 0.15, which is less than 3/12.
+        now = updated(values, gradients[: step + 1])["values"]
+        average = average.lerp(now, 1 - min(0.15, (1 + step) / (10 + step)))
+    found = updated(values, gradients, {"x.module": 0.15})
+    torch.testing.assert_close(found["average"], average)
+    assert torch.equal(found["values"], updated(values, gradients)["values"])
+
+
+def updated(
+    values: torch.Tensor, gradients: Sequence[torch.Tensor], averages: Mapping[str, float] | None = None
+) -> dict[str, torch.Tensor]:
+    """A parameter and its states, after a step with each of the gradients."""
     parameter = torch.nn.Parameter(values.clone())
     local = LocalParameter(
         name="x", stage=("x", 0, 0), part="x.module", parameter=parameter, shard=None, rows=None,
@@ -235,6 +248,7 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
         betas=(0.9, 0.95),
         eps=1e-8,
         zero1=False,
+        averages=averages or {},
         is_exact=True,
     )
     schedule = LearningRateSchedule(warmup_steps=0, total_steps=9, shape="constant", min_ratio=1.0)
@@ -243,4 +257,4 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
         parameter.grad = gradient.clone()
         optimizer.step(step)
     state = optimizer.states()[parameter]
-    return {"values": parameter.detach(), **{moment: state[moment] for moment in MOMENTS}}
+    return {"values": parameter.detach(), **{key: value for key, value in state.items() if key != "step"}}

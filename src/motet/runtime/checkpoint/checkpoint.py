@@ -30,7 +30,7 @@ from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.training.optimizer import MOMENTS, Optimizer
+from motet.runtime.training.optimizer import AVERAGE, Optimizer
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
@@ -49,10 +49,10 @@ class OptimizerStates(Protocol):
         """Whether this rank writes the parameter's states into checkpoints."""
 
 
-def checkpoint_bytes(model: LocalModel) -> int:
-    """Size of one checkpoint on disk: parameters, and the moments of the trainable ones. Collective."""
+def checkpoint_bytes(model: LocalModel, optimizer: Optimizer) -> int:
+    """Size of one checkpoint on disk: parameters, and the optimizer's states of the trainable ones. Collective."""
     mine = sum(
-        math.prod(p.full_shape) * p.parameter.element_size() * (1 + len(MOMENTS) * p.parameter.requires_grad)
+        math.prod(p.full_shape) * p.parameter.element_size() * (1 + optimizer.num_states(p))
         for p in model.parameters
         if p.is_written
     )
@@ -152,6 +152,23 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
     fill(checkpoint, model, optimizer)
 
 
+class _NoStates:
+    """The optimizer of a run that begins with the weights alone."""
+
+    def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        return {}
+
+    def writes_state(self, p: LocalParameter) -> bool:
+        return False
+
+
+def load_weights(checkpoint: Path, model: LocalModel) -> None:
+    """Collective. Fills this rank's parameters, and no states of an optimizer.
+
+    Raises `UserError` on all ranks if the checkpoint is of another model."""
+    fill(checkpoint, model, _NoStates())
+
+
 def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> None:
     """Loads a checkpoint into optimizer states that exist. Collective."""
     wanted = dict(_tensors_to_load(model, optimizer))
@@ -232,6 +249,11 @@ def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
         elif name.startswith(MODEL):
             difference = f"it has no {name.removeprefix(MODEL)}"
         else:
+            if name.startswith(f"{OPTIMIZER}{AVERAGE}/"):
+                raise UserError(
+                    f"train.resume: {checkpoint} has no moving average of {name.split('/', 2)[2]}; it was written "
+                    "without ema, so leave that out or start again"
+                )
             raise UserError(
                 f"train.resume: {checkpoint} has no optimizer state of {name.split('/', 2)[2]}; it was written while "
                 "that part was frozen, so freeze it or start again"

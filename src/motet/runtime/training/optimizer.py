@@ -3,13 +3,13 @@
 Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
 whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
-`motet.resilience.state_transfer`). Vectors (norms, biases) are not decayed. A parameter without gradient, which no
-sample of a batch reached, stays as it is, as do its moments.
+`motet.resilience.state_transfer`). A moving average of a parameter is one more of its states. Vectors (norms, biases)
+are not decayed. A parameter without gradient, which no sample of a batch reached, stays as it is, as do its moments.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 `motet.costs.memory.ADAMW_STATES` of them."""
 
 
+AVERAGE = "average"
+"""Name of the moving average of a parameter among its states."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     learning_rate: float
@@ -36,6 +40,8 @@ class OptimizerConfig:
     eps: float
     zero1: bool
     """Each holder of a parameter that is summed in one group updates its share."""
+    averages: Mapping[str, float] = field(default_factory=dict)
+    """Decay of the moving average of the parameters, by part."""
     is_exact: bool = False
     """A shard of a parameter gets the bits that the whole would get, as replicas of unlike tensor parallelism need. (On
     CPUs torch's fused AdamW rounds in another way what is left of a tensor after its last full vector.)"""
@@ -82,6 +88,9 @@ class Optimizer:
         self._optimizers = [
             _adamw(members, group, config) for group, members in _grouped(self._trainable.values(), config.zero1)
         ]
+        self._decays: dict[Tensor, float] = {
+            p.parameter: config.averages[p.part] for p in self._trainable.values() if p.part in config.averages
+        }
         self._kept: frozenset[Tensor] | None = None
         """After `keep_alone`: what this rank updates."""
         self._written: Collection[str] = ()
@@ -122,10 +131,27 @@ class Optimizer:
                 inner: Any = _inner(optimizer)
                 flag = torch.zeros((), dtype=torch.float32, device=is_finite.device)
                 inner.grad_scale, inner.found_inf = None, flag.masked_fill(~is_finite, 1.0)
+            self._begin_averages(optimizer)
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
+        self._renew_averages(finished_steps)
         self.renew_copies()
+
+    def _begin_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        """Averages begin with the parameters before the first step."""
+        if not self._decays:
+            return
+        _initialize_missing(optimizer)
+        for parameter, state in _inner(optimizer).state.items():
+            if parameter in self._decays and AVERAGE not in state:
+                state[AVERAGE] = parameter.detach().clone()
+
+    def _renew_averages(self, finished_steps: int) -> None:
+        for parameter, state in self.states().items() if self._decays else ():
+            if AVERAGE in state:
+                decay = min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
+                state[AVERAGE].lerp_(parameter.detach(), 1 - decay)
 
     def exchange(self) -> None:
         """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
@@ -145,6 +171,12 @@ class Optimizer:
         return {
             parameter: state for optimizer in self._optimizers for parameter, state in _inner(optimizer).state.items()
         }
+
+    def num_states(self, p: LocalParameter) -> int:
+        """Number of tensors of the parameter's size that are kept for it, here or by another holder."""
+        if not p.parameter.requires_grad:
+            return 0
+        return len(MOMENTS) + (p.part in self._config.averages)
 
     def keeps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank updates it. Not for torch's ZeRO-1."""
@@ -172,6 +204,7 @@ class Optimizer:
         for optimizer in self._optimizers:
             _inner(optimizer).state.clear()
             _initialize_missing(optimizer)
+            self._begin_averages(optimizer)
 
 
 def _grouped(

@@ -46,6 +46,8 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         found = checkpoint_to_resume(config.train.resume, trainer.output)
         if found is not None:
             trainer.resume(*found)
+        elif config.train.start_from is not None:
+            trainer.start_from(Path(config.train.start_from))
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         dist.barrier()  # Links are tried with little patience for a rank that is late.
