@@ -13,6 +13,7 @@ from training import plan_of, run_config, train
 from motet.config import RunConfig
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.engine import Engine, StartedIteration
+from motet.runtime.training.optimizer import AVERAGE
 from motet.runtime.training.worker import train_worker
 
 ALONE = (
@@ -90,7 +91,8 @@ def test_gradients_of_other_parts_and_layouts_are_those_of_one_process(scenario)
     _check(scenario)
 
 
-def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_not_wait():
+def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_not_wait(monkeypatch):
+    monkeypatch.setattr("motet.runtime.assembly._averages", lambda config: {"language_model.module": 0.9})
     scenario = Scenario(placement="shared", dtype="float32", items="half")
     prepare(scenario)
 
@@ -109,7 +111,10 @@ def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_no
                 is_finite = started.is_finite & (torch.zeros((), device=device) == number % 2)
                 optimizer.step(number, is_finite)
             assert not found
-            values.append(torch.cat([p.detach().cpu().flatten() for p in engine.model.trainable()]))
+            averages = [state[AVERAGE] for state in optimizer.states().values() if AVERAGE in state]
+            assert averages
+            kept = [*engine.model.trainable(), *averages]
+            values.append(torch.cat([tensor.detach().cpu().flatten() for tensor in kept]))
         assert values[0].isfinite().all()
         assert torch.equal(values[0], values[1])
         assert not torch.equal(values[1], values[2])

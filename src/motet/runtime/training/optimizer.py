@@ -135,7 +135,7 @@ class Optimizer:
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
-        self._renew_averages(finished_steps)
+        self._renew_averages(finished_steps, is_finite)
         self.renew_copies()
 
     def _begin_averages(self, optimizer: torch.optim.Optimizer) -> None:
@@ -147,11 +147,14 @@ class Optimizer:
             if parameter in self._decays and AVERAGE not in state:
                 state[AVERAGE] = parameter.detach().clone()
 
-    def _renew_averages(self, finished_steps: int) -> None:
+    def _renew_averages(self, finished_steps: int, is_finite: Tensor | None) -> None:
         for parameter, state in self.states().items() if self._decays else ():
             if AVERAGE in state:
-                decay = min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
-                state[AVERAGE].lerp_(parameter.detach(), 1 - decay)
+                weight = 1 - min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
+                if is_finite is None:
+                    state[AVERAGE].lerp_(parameter.detach(), weight)
+                else:
+                    state[AVERAGE].lerp_(parameter.detach(), is_finite.to(parameter.dtype) * weight)
 
     def exchange(self) -> None:
         """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
