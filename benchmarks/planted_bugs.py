@@ -279,8 +279,8 @@ BUGS = (
     ),
     Bug(
         "the planner charges frozen layers with gradients and moments",
-        "if not trainable: return -(-size // num_shares)",
-        "if not trainable and size < 0: return -(-size // num_shares)",
+        "if not trainable: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
+        "if not trainable and size < 0: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
         ("test_memory",),
         "gradients_and_moments",
     ),

@@ -88,6 +88,6 @@ class CaptionDecoderStage(CausalStage):
 def _seen(sample: Sample, source: str, num_features: int) -> tuple[int, int]:
     """Returns the half-open range of features that each caption attends to, without those of a text's padding."""
     (segment,) = sample.layouts[source]
-    if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.families.token_counts`).
+    if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.families.encoders.token_counts`).
         return segment.grid[2], segment.grid[3]
     return 0, num_features

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.discovery import causal_paths, num_causal_layers
+from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
 from motet.families.known_masks import masks_known
 from motet.families.language_models import is_tied, next_labels
 from motet.families.rotary import SequenceRotary

@@ -1,4 +1,4 @@
-"""Parts of a model of several modalities as pipeline stages (`motet.families.composite`).
+"""Parts of a model of several modalities as pipeline stages (`motet.families.discovery.composite`).
 
 The model's own functions run: of an encoder, `get_image_features` and the like; of the language model, the model's own
 forward with their results given. So tiles, grids, positions, masks of images and further outputs that enter between
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from motet.assignment.sample import Sample
 from motet.devices import to_device
-from motet.families.composite import Composite, FeatureFunction
+from motet.families.discovery.composite import Composite, FeatureFunction
 from motet.models.stages.causal import (
     CausalStage,
     SequenceLayout,

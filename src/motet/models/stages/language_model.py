@@ -1,7 +1,7 @@
 """A run of a language model's layers as a pipeline stage: embed | n blocks | head (docs/architecture.md).
 
-Any causal model of transformers (`motet.families.discovery`). Between stages travels [rows, columns, hidden_size] (see
-`motet.models.stages.causal.SequenceLayout`).
+Any causal model of transformers (`motet.families.discovery.language_model_parts`). Between stages travels [rows,
+columns, hidden_size] (see `motet.models.stages.causal.SequenceLayout`).
 
 Cross-attention (Mllama): every token of a sample sees all encoder outputs of that sample and of no other. A row of
 zeros is put before them: tokens of samples without an image see only it, and its value is zero because the projections

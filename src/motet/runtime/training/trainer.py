@@ -89,6 +89,17 @@ class TrainingSummary:
     last: IterationResult | None = None
     """Result of the last finished step."""
 
+    def keep_record(self, before: "TrainingSummary") -> None:
+        """Takes over the results of the finished steps of `before`, of the same run, that are not repeated."""
+        num_kept = max(0, len(before.losses) - (before.steps - self.steps))
+        self.losses = before.losses[:num_kept] + self.losses
+        self.step_s = before.step_s[:num_kept] + self.step_s
+        self.iteration_s = before.iteration_s[:num_kept] + self.iteration_s
+        self.evaluations = {
+            step: loss for step, loss in before.evaluations.items() if step <= self.steps
+        } | self.evaluations
+        self.skipped_steps = [step for step in before.skipped_steps if step <= self.steps] + self.skipped_steps
+
 
 def settled_median(seconds: Sequence[float]) -> float:
     """The median without the first `WARM_UP_STEPS`, if there are more."""

@@ -4,9 +4,9 @@ An entry names the sub-modules of the transformers model (embedding parts, block
 functions that call them in order; the modules themselves run unmodified. What blocks need beside their input (rotary
 positions, masks, windows) is derived from the items' grids, on every stage anew, and never sent.
 
-`grids` is always one grid for each image, video or clip of the microbatch, in order (`motet.families.token_counts` says
-what a grid is). Between stages hidden states are [sum of num_tokens, hidden_size]; inside a family they have the shape
-that its blocks expect, see `Arrangement`.
+`grids` is always one grid for each image, video or clip of the microbatch, in order
+(`motet.families.encoders.token_counts` says what a grid is). Between stages hidden states are [sum of num_tokens,
+hidden_size]; inside a family they have the shape that its blocks expect, see `Arrangement`.
 
 Limits: `encoder_layerdrop` must be 0 (a dropped block would be a block without gradient), and Pixtral does not run with
 flash attention.
@@ -28,8 +28,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.known_masks import masks_known
-from motet.families.own_encoders import (
+from motet.families.encoders.own_encoders import (
     OwnConfig,
     adopt,
     check_norms,
@@ -38,6 +37,7 @@ from motet.families.own_encoders import (
     run_before_blocks,
     run_behind_blocks,
 )
+from motet.families.known_masks import masks_known
 from motet.shapes.module_shape import WITHOUT_INNER_FEATURES
 
 Grids = Sequence[tuple[int, ...]]
