@@ -52,7 +52,7 @@ def run_config(
                 "explicit": {"vision": part, "language_model": part},
                 "num_microbatches": 2,
                 "packing": packing,
-                "recompute": ["vision", "language_model"] if recompute else [],
+                "recompute": ("vision", "language_model") if recompute else (),
             },
             "train": {
                 "steps": steps,
