@@ -351,8 +351,11 @@ class Estimator:
     def num_trainable(self, name: str, *, tp: int, ep: int = 1) -> list[int]:
         """Parameters of each layer with a gradient on each rank of a tensor-parallel group, whose experts `ep` ranks
         share."""
-        of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
-        return [layer.num_trained_per_rank(tp, ep) if trainable else 0 for layer, trainable in of_layers]
+        layers = self.workloads[name].layers
+        # Most layers are alike.
+        numbers = {number: layer.num_trained_per_rank(tp, ep) for number, layer in {id(x): x for x in layers}.items()}
+        of_layers = zip(layers, self.trainable[name], strict=True)
+        return [numbers[id(layer)] if trainable else 0 for layer, trainable in of_layers]
 
     def static_bytes(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False, ep: int = 1
@@ -365,13 +368,19 @@ class Estimator:
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
-            options = self.memory.of(self.workloads[name])
-            static = [
-                sum(
+            workload, options = self.workloads[name], self.memory.of(self.workloads[name])
+            kinds = [
+                (id(layer), trainable, needs.any)
+                for layer, trainable, needs in zip(
+                    workload.layers, self.trainable[name], self.gradients[name], strict=True
+                )
+            ]
+            known = {
+                kind: sum(
                     static_layer_bytes(
                         layer,
-                        trainable=self.trainable[name][index],
-                        has_backward=self.gradients[name][index].any,
+                        trainable=kind[1],
+                        has_backward=kind[2],
                         tp_size=tp,
                         num_holders=num_holders,
                         options=options,
@@ -380,8 +389,9 @@ class Estimator:
                         ep=ep,
                     )
                 )
-                for index, layer in enumerate(self.workloads[name].layers)
-            ]
+                for kind, layer in dict(zip(kinds, workload.layers, strict=True)).items()  # Most layers are alike.
+            }
+            static = [known[kind] for kind in kinds]
             if not fully_sharded:
                 return static
             gathered = self._gathered_bytes(name, tp, cp)

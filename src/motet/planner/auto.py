@@ -492,6 +492,8 @@ class _Search:
                 break
             if each.bound_s >= self._fastest_s() or (not each.fits and num_misfits >= NUM_MISFITS):
                 continue
+            if num_actions + each.num_actions > MAX_VARIANT_ACTIONS:
+                continue
             evaluation = evaluate(each.problem, layout_plan(each.problem, each.layout))
             num_actions += evaluation.num_actions
             num_misfits += not evaluation.fits

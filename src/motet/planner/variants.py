@@ -52,6 +52,12 @@ class Promising:
     needed_bytes: float
 
     @property
+    def num_actions(self) -> int:
+        """Estimate of the actions of its program; replicas that work alike count once."""
+        splits = (self.layout.schedule or self.problem.schedule) in SPLIT_BACKWARDS
+        return self.problem.num_microbatches * len(self.layout.chunks) * (3 if splits else 2)
+
+    @property
     def fits(self) -> bool:
         return self.needed_bytes <= MARGIN * usable_bytes(self.problem.cluster)
 
