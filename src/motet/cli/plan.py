@@ -1,11 +1,18 @@
 """`motet plan`: lays the model out, and predicts an iteration."""
 
 import argparse
+import json
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
 from motet.errors import UserError
+
+if TYPE_CHECKING:
+    from motet.api import Prediction
+    from motet.config import RunConfig
 
 HELP = "lay the model out on the cluster, and predict the time and memory of an iteration"
 
@@ -13,17 +20,27 @@ HELP = "lay the model out on the cluster, and predict the time and memory of an 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument("--out", metavar="plan.json", help="write the plan to a file")
+    parser.add_argument(
+        "--report",
+        metavar="plan.html",
+        action="append",
+        default=[],
+        help="write a report to one file, as a page (.html) or as JSON (.json): the plans compared, where time and "
+        "memory go, sensitivity; may be repeated",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
+    pages = [_report_file(path) for path in arguments.report]
     from motet.api import make_phase_plans, make_plan
     from motet.report.plan_report import choice_text, report_text
 
     if config.train.phases and config.train.only_phase is None:
-        if out:
-            raise UserError("--out: a file holds one plan; add --set train.only_phase=NAME for that of a phase")
+        if out or pages:
+            option = "--out" if out else "--report"
+            raise UserError(f"{option}: a file is of one plan; add --set train.only_phase=NAME for that of a phase")
         phases = make_phase_plans(config)
         for name, prediction in phases.items():
             print(f"phase {name}\n{prediction}\n")
@@ -38,4 +55,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if out:
         write_text(out, plan.to_json() + "\n", "--out")
         print(f"plan written to {arguments.out}", file=sys.stderr)
+    if pages:
+        _write_reports(config, prediction, pages)
     return dict(prediction.report)
+
+
+def _report_file(path: str) -> Path:
+    if Path(path).suffix not in (".html", ".json"):
+        raise UserError(f"--report {path}: is neither a page nor JSON; give a path that ends with .html or .json")
+    return file_to_write(path, "--report")
+
+
+def _write_reports(config: "RunConfig", prediction: "Prediction", paths: Sequence[Path]) -> None:
+    from motet.report.expert_report import expert_report
+    from motet.report.plan_page import plan_page
+
+    values = expert_report(
+        config, prediction.evaluation, prediction.choice, planning_time_s=prediction.report["planning_time_s"]
+    )
+    for path in paths:
+        write_text(
+            path, plan_page(values) if path.suffix == ".html" else json.dumps(values, indent=1) + "\n", "--report"
+        )
+        print(f"report written to {path}", file=sys.stderr)

@@ -367,16 +367,18 @@ class Estimator:
         def compute() -> list[int]:
             options = self.memory.of(self.workloads[name])
             static = [
-                static_layer_bytes(
-                    layer,
-                    trainable=self.trainable[name][index],
-                    has_backward=self.gradients[name][index].any,
-                    tp_size=tp,
-                    num_holders=num_holders,
-                    options=options,
-                    num_shares=num_shares,
-                    fully_sharded=fully_sharded,
-                    ep=ep,
+                sum(
+                    static_layer_bytes(
+                        layer,
+                        trainable=self.trainable[name][index],
+                        has_backward=self.gradients[name][index].any,
+                        tp_size=tp,
+                        num_holders=num_holders,
+                        options=options,
+                        num_shares=num_shares,
+                        fully_sharded=fully_sharded,
+                        ep=ep,
+                    )
                 )
                 for index, layer in enumerate(self.workloads[name].layers)
             ]

@@ -16,6 +16,7 @@ Limits: temporary memory of an action and fragmentation of the allocator are not
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import Load
@@ -77,6 +78,20 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.device.memory_bytes * (1 - RESERVE)
 
 
+class StaticBytes(NamedTuple):
+    """Bytes of layers that one rank holds for the whole iteration, by kind."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    """Optimizer state."""
+    casts: int = 0
+    """Autocast's copies of weights."""
+
+    def plus(self, other: "StaticBytes") -> "StaticBytes":
+        return StaticBytes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 def static_layer_bytes(
     layer: LayerShape,
     *,
@@ -88,7 +103,7 @@ def static_layer_bytes(
     num_shares: int = 1,
     fully_sharded: bool = False,
     ep: int = 1,
-) -> int:
+) -> StaticBytes:
     """Parameters, gradients, optimizer state and casts of one layer on one rank.
 
     `num_holders`: ranks that hold the same shard. `has_backward`: autocast's copy of the weights stays for all
@@ -98,12 +113,16 @@ def static_layer_bytes(
     number = layer.num_parameters_per_rank(tp_size, ep)
     size = number * options.parameter_bytes
     if not trainable:
-        return -(-size // num_shares) + cast
+        return StaticBytes(weights=-(-size // num_shares), casts=cast)
     num_trained = layer.num_trained_per_rank(tp_size, ep)
     num_experts = layer.num_expert_weights // ep if ep > 1 and not layer.num_adapter_parameters() else 0
     state = _state_bytes(num_trained - num_experts, num_holders, options)
     state += _state_bytes(num_experts, max(1, num_holders * tp_size // ep), options)
-    return -(-(size + num_trained * options.parameter_bytes + state) // num_shares) + cast
+    gradients = num_trained * options.parameter_bytes
+    weights, of_gradients = size // num_shares, gradients // num_shares
+    # Rounded up as one.
+    moments = -(-(size + gradients + state) // num_shares) - weights - of_gradients
+    return StaticBytes(weights, of_gradients, moments, cast)
 
 
 def _state_bytes(num_parameters: int, num_holders: int, options: MemoryOptions) -> int:
@@ -196,12 +215,12 @@ def saved_layer_bytes(
     own_weights = (linear for linear in layer.linears if fully_sharded or linear.kernel_area > 1)
     return (
         round(kept * options.activation_bytes + computed * options.computed_bytes)
-        + _logit_bytes(layer, load, tp_size=tp_size, options=options)
+        + logit_bytes(layer, load, tp_size=tp_size, options=options)
         + _cast_bytes(own_weights, layer, tp_size, options)
     )
 
 
-def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
+def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
     """The probabilities over a vocabulary, which the loss saves."""
     if layer.part != "head":
         return 0

@@ -35,7 +35,7 @@ be missed; the lower bound then tells by how much at most.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -78,6 +78,8 @@ MAX_ACTIONS = 15_000
 NUM_RESCHEDULED = 3
 """Number of the best plans that are tried under other schedules."""
 UNLIMITED_BYTES = 2**60
+NUM_BEST = 10
+"""Number of plans that a choice keeps to be compared."""
 NUM_SHARED = 4
 """Number of plans that do not fit, the fastest ones, that are tried with parameters that replicas share."""
 NUM_PROMISING = 2
@@ -218,6 +220,15 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
         )
 
 
+class Point(NamedTuple):
+    """A simulated plan."""
+
+    iteration_time_s: float
+    peak_memory_bytes: int
+    fits: bool
+    planner: str
+
+
 @dataclass(frozen=True)
 class Choice:
     evaluation: Evaluation
@@ -235,6 +246,10 @@ class Choice:
     """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
     repaired_s: float | None = None
     """Seconds of the chosen plan's iteration under the options that make it fit, if no plan fits as the problem is."""
+    best: tuple[Evaluation, ...] = ()
+    """The best of all simulated plans, best first, at most `NUM_BEST`."""
+    points: tuple["Point", ...] = ()
+    """Time and memory of all simulated plans."""
 
     @property
     def best_named(self) -> str | None:
@@ -332,6 +347,27 @@ def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], plac
         too_slow=too_slow,
         refused=refused,
         lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
+        best=_distinct(evaluations),
+        points=_points(evaluations),
+    )
+
+
+def _distinct(evaluations: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
+    """The best plans, best first, without those that another planner found too."""
+    found: list[Evaluation] = []
+    contents: list[Plan] = []
+    for evaluation in sorted(evaluations, key=rank):
+        # What a plan's planner is called makes no other plan.
+        content = replace(evaluation.plan, planner=PLANNER)
+        if len(found) < NUM_BEST and content not in contents:
+            found.append(evaluation)
+            contents.append(content)
+    return tuple(found)
+
+
+def _points(evaluations: Iterable[Evaluation]) -> tuple[Point, ...]:
+    return tuple(
+        Point(e.iteration_time_s, max(e.result.peak_memory_bytes), e.fits, e.plan.planner) for e in evaluations
     )
 
 
@@ -440,6 +476,8 @@ def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Cho
         too_slow={},
         refused={},
         lower_bound_s=None,
+        best=_distinct([found.best, found.of_distmm]),
+        points=_points([found.best, found.of_distmm]),
     )
 
 

@@ -80,7 +80,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         edges=tuple(edge for edge in graph.edges if edge.source not in queries),
         cluster=cluster,
         table=table,
-        computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
+        computed=compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
         samples=tuple(samples),
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
@@ -274,21 +274,29 @@ def _read_costs(
         short = {n: workload for n, workload in workloads.items() if workload.family in (CONTRASTIVE, QUERY_TOKENS)}
         if not short:
             return table
-        computed = _compute_costs(config, short, cluster, {1})
+        computed = compute_costs(config, short, cluster, {1})
         return replace(table, modules={**table.modules, **computed.modules})
-    return _compute_costs(config, workloads, cluster, tp_sizes)
+    return compute_costs(config, workloads, cluster, tp_sizes)
 
 
-def _compute_costs(
-    config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster, tp_sizes: Set[int]
+def compute_costs(
+    config: RunConfig,
+    workloads: Mapping[str, ModuleWorkload],
+    cluster: Cluster,
+    tp_sizes: Set[int],
+    *,
+    speeds: Speeds | None = None,
 ) -> CostTable:
+    """Costs computed from the cluster's speeds. `speeds`: None: those of the run file, else of the catalogue."""
+    if speeds is None and config.cluster.speeds is not None:
+        speeds = Speeds.load(config.cluster.speeds)
     return analytic_table(
         workloads,
         cluster,
         dtype=config.train.dtype,
         dtype_bytes=DTYPE_BYTES[config.train.dtype],
         tp_sizes=sorted(tp_sizes),
-        speeds=None if config.cluster.speeds is None else Speeds.load(config.cluster.speeds),
+        speeds=speeds,
     )
 
 

@@ -31,14 +31,16 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
     """This process's device. Raises `ValueError` if there is none of the kind."""
     if config.cluster.device == "cpu":
         return torch.device("cpu")
-    num_devices = torch.cuda.device_count()
+    kind = config.cluster.device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    num_devices = torch.accelerator.device_count() if found is not None and found.type == kind else 0
     if local_rank >= num_devices:
         raise ValueError(
-            f"cluster.device: process {local_rank} of this machine finds {num_devices} CUDA devices; "
+            f"cluster.device: process {local_rank} of this machine finds {num_devices} {kind} devices; "
             "start one process a device or set it to cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 
 def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMaker:

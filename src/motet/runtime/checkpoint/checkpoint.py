@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from motet.devices import has_own_memory, synchronize
 from motet.errors import UserError
 from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
@@ -313,16 +314,16 @@ class CheckpointWriter:
 
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies tensors one at a time, because each is gathered whole on the device."""
-        copies, on_cuda = self._copies, False
+        copies, devices = self._copies, set[torch.device]()
         self._copies = {}
         for name, tensor in tensors:
-            on_cuda = on_cuda or tensor.is_cuda
+            devices.add(tensor.device)
             copy = copies.get(name)
             if copy is None or copy.shape != tensor.shape:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_own_memory(tensor.device))
             self._copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-        if on_cuda:
-            torch.cuda.synchronize()
+        for device in devices:
+            synchronize(device)
 
     def _write(self, state: TrainingState, is_best: bool) -> None:
         try:

@@ -195,7 +195,10 @@ class Trainer:
             self.summary.save_again = False
             while not self.is_done and not self.is_paused:
                 started = time.perf_counter()
-                with interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)):
+                with (
+                    executor.deadline.guarded(),
+                    interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)),
+                ):
                     with executor.doing("waiting for its data"):
                         batch = next(self.loader)
                     self._report_skipped(batch)
