@@ -34,7 +34,7 @@ that plans is called `make_plan` because `motet.plan` is the module of `Plan`.
 
 GROUPS = {
     "Run files": (
-        "profile", "make_plan", "make_phase_plans", "simulate", "verify", "train", "export_checkpoint", "Prediction",
+        "profile", "make_plan", "simulate", "verify", "train", "export_checkpoint", "Prediction",
         "Plan", "Timeline", "RunConfig", "load_run_config", "UserError",
     ),
     "Models in memory": (

@@ -11,7 +11,6 @@ from motet.optional_packages import declare_operators_for_cpu
 if TYPE_CHECKING:
     from motet.api import Prediction as Prediction
     from motet.api import export_checkpoint as export_checkpoint
-    from motet.api import make_phase_plans as make_phase_plans
     from motet.api import make_plan as make_plan
     from motet.api import profile as profile
     from motet.api import simulate as simulate
@@ -58,7 +57,6 @@ _MODULE_OF = {
     "UserError": "motet.errors",
     "export_checkpoint": "motet.api",
     "load_run_config": "motet.config",
-    "make_phase_plans": "motet.api",
     "make_plan": "motet.api",
     "profile": "motet.api",
     "register_encoder": "motet.data.own_encoders",

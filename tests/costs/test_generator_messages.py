@@ -21,11 +21,10 @@ def test_charged_bytes_are_those_of_what_travels(tmp_path: Path, generator: dict
     node = build_node(config, "image", (0, 6), torch.float32)
     workload = node.workload()
     load = microbatch_load(workload, "image", samples, ("language_model",))
-    options = MemoryOptions(activation_bytes=4)
     for border in range(1, workload.num_layers):
         rows, width = build_node(config, "image", (0, 6), torch.float32).make_stage((0, border)).output_shape(samples)
         assert rows > 0
-        assert boundary_bytes(workload, border, load, options) == 4 * rows * width
+        assert boundary_bytes(workload, border, load, 4) == 4 * rows * width
 
 
 def test_a_moving_average_is_one_more_state(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from motet.runtime.verification.verify import collect_weights, fill_adapters
 NUM_DRAWS = int(os.environ.get("MOTET_LORA_DRAWS", "40"))
 SEED = os.environ.get("MOTET_LORA_SEED", "16")
 
-FAMILIES = {"olmo2": (Olmo2ForCausalLM, Olmo2Config, {}), "gpt2": (GPT2LMHeadModel, GPT2Config, {})}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2_VALUES = {"intermediate_size": None, "num_key_value_heads": None, "max_position_embeddings": 256, **NO_DROPOUT}
+FAMILIES = {"olmo2": (Olmo2ForCausalLM, Olmo2Config, {}), "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_VALUES)}
 
 LORA = Scenario(lora=("language_model",), frozen="audio", placement="shared")
 WHOLE = replace(LORA, llm_pp=2, tp=2)
@@ -41,7 +43,8 @@ CASES = {
     "encoders too": replace(
         LORA, lora=("vision", "audio", "language_model"), frozen="nothing", encoder_pp=2, llm_pp=2, tp=2
     ),
-    "norms over all heads, packed": replace(LORA, llm="olmo2", tp=2, packing=True),
+    "norms over all heads": replace(LORA, llm="olmo2", tp=2),
+    "packed": replace(LORA, llm="qwen3", tp=2, packing=True),
     "Conv1D": replace(LORA, llm="gpt2", tp=2),
     "fused queries, keys and values": replace(LORA, llm="phi3", tp=2, sequence_parallel=True),
     "inner features": replace(LORA, lora=("vision",), feature_layer=-2, frozen="all but encoders", tp=2),
@@ -72,12 +75,14 @@ def draw(rng: Random) -> Scenario:
     llm_pp = rng.choice([1, 2])
     frozen = rng.choice([name for name in sorted(FROZEN) if "language_model" not in FROZEN[name]])
     cp = rng.choice([1, 2]) if tp * llm_pp < 4 else 1
+    llm = rng.choice(
+        ["llama", "llama-tied", "qwen3", "gemma3", "phi3", "olmo2", "gpt2"] if cp == 1 else ["llama", "qwen3"]
+    )
+    lora = rng.choice([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")])
     return replace(
         LORA,
-        llm=rng.choice(
-            ["llama", "llama-tied", "qwen3", "gemma3", "phi3", "olmo2", "gpt2"] if cp == 1 else ["llama", "qwen3"]
-        ),
-        lora=rng.choice([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")]),
+        llm=llm,
+        lora=tuple(name for name in lora if name not in FROZEN[frozen]),
         lora_targets=None,
         frozen=frozen,
         items=rng.choice(["mixed", "half", "one", "none"]),
@@ -87,7 +92,7 @@ def draw(rng: Random) -> Scenario:
         encoder_cp=cp if rng.random() < 0.5 else 1,
         fully_sharded=cp > 1 and rng.random() < 0.5,
         sequence_parallel=rng.random() < 0.5,
-        packing=rng.random() < 0.3,
+        packing=rng.random() < 0.3 and llm not in ("olmo2", "gpt2"),
         recompute=rng.random() < 0.3,
         schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
         placement="shared" if cp == 1 else "colocated",

@@ -118,7 +118,7 @@ class Scenario:
                     "encoders": {"vision": encoder("vision", self.vision), "audio": encoder("audio", self.audio)},
                     "language_model": {
                         "config": llm_class.__name__,
-                        "values": {**SIZES, **llm_values},
+                        "values": {key: value for key, value in {**SIZES, **llm_values}.items() if value is not None},
                         "train": self._trained("language_model"),
                         "router_aux_loss": self.router_aux_loss,
                     },
@@ -135,7 +135,7 @@ class Scenario:
 
     def _trained(self, name: str) -> dict:
         if name in self.lora:
-            return {"lora": {"rank": 2, "alpha": 3.0, "targets": self.lora_targets}}
+            return {"lora": {"rank": 2, "alpha": 3.0, "targets": self.lora_targets and [*self.lora_targets]}}
         return {"module": name not in FROZEN[self.frozen]}
 
     def plan(self, config: RunConfig) -> Plan:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,20 @@ if TYPE_CHECKING:
     from motet.api import Prediction
     from motet.config import RunConfig
 
+MAX_BUDGET_S = 1e6
+
 HELP = "lay the model out on the cluster, and predict the time and memory of an iteration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument("--out", metavar="plan.json", help="write the plan to a file")
+    parser.add_argument(
+        "--budget-s",
+        metavar="SECONDS",
+        type=float,
+        help="with parallel.planner auto: end the search after so long with the best plan so far, as Ctrl-C does",
+    )
     parser.add_argument(
         "--report",
         metavar="plan.html",
@@ -34,18 +43,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
     pages = [_report_file(path) for path in arguments.report]
-    from motet.api import make_phase_plans, make_plan
+    from motet.api import make_plan
     from motet.report.plan_report import choice_text, report_text
 
+    if arguments.budget_s is not None and not 0 < arguments.budget_s <= MAX_BUDGET_S:
+        raise UserError(f"--budget-s: is {arguments.budget_s:g}; give seconds above 0, at most {MAX_BUDGET_S:.0f}")
     if config.train.phases and config.train.only_phase is None:
-        if out or pages:
-            option = "--out" if out else "--report"
-            raise UserError(f"{option}: a file is of one plan; add --set train.only_phase=NAME for that of a phase")
-        phases = make_phase_plans(config)
-        for name, prediction in phases.items():
-            print(f"phase {name}\n{prediction}\n")
-        return {"phases": {name: dict(prediction.report) for name, prediction in phases.items()}}
-    prediction = make_plan(config)
+        return {"phases": _plan_phases(config, arguments, given="--out" if out else "--report" if pages else None)}
+    prediction = make_plan(config, budget_s=arguments.budget_s, progress=_Progress())
+    if prediction.choice and prediction.choice.ended_early:
+        print(f"motet: {prediction.choice.ended_early}; this is the best plan so far", file=sys.stderr)
     plan, num_devices = prediction.plan, config.cluster.num_devices
     print(report_text(prediction.report))
     if plan.num_ranks < num_devices:
@@ -58,6 +65,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if pages:
         _write_reports(config, prediction, pages)
     return dict(prediction.report)
+
+
+class _Progress:
+    """Prints what a search finds on stderr, with the seconds since its begin."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def __call__(self, line: str) -> None:
+        print(f"motet: {time.perf_counter() - self._begin_s:6.1f} s: {line}", file=sys.stderr, flush=True)
+
+
+def _plan_phases(config: "RunConfig", arguments: argparse.Namespace, given: str | None) -> dict[str, Any]:
+    """The plan of each phase of a training."""
+    from motet.api import make_plan
+    from motet.config import phases_of
+
+    if given:
+        raise UserError(f"{given}: a file is of one plan; add --set train.only_phase=NAME for that of a phase")
+    reports = {}
+    for name, phase in phases_of(config).items():
+        prediction = make_plan(phase, budget_s=arguments.budget_s, progress=_Progress())
+        print(f"phase {name}\n{prediction}\n")
+        reports[name] = dict(prediction.report)
+    return reports
 
 
 def _report_file(path: str) -> Path:

@@ -151,7 +151,8 @@ class Cells:
     def workload(self, module: str) -> ModuleWorkload:
         return self._workloads[self.owner(module)]
 
-    def _arranged(self, module: str, replica: int) -> ModuleWorkload:
+    def arranged(self, module: str, replica: int) -> ModuleWorkload:
+        """The workload as a replica arranges its sequences."""
         workload = self.workload(module)
         return workload.packed() if self.plan.modules[module].replicas[replica].shares_context else workload
 
@@ -230,7 +231,7 @@ class Cells:
 
     def _loads(self, module: str, replica: int) -> Iterator[Load]:
         """The load of each microbatch, computed once for samples of the same kinds."""
-        workload = self._arranged(module, replica)
+        workload = self.arranged(module, replica)
         for members in self.routes.assignment.microbatches[module][replica]:
             key = (module, workload.arrangement, tuple([self._sample_kinds[i] for i in members]))
             if key not in self._load_of_kinds:

@@ -454,14 +454,20 @@ class Estimator:
         """Gradients of each layer that its replicas sum."""
         return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
 
-    def boundary_bytes(self, name: str, border: int, load: Load, *, num_shares: int = 1) -> float:
-        """The message that crosses the boundary before layer `border` for a microbatch of this load."""
-        return boundary_bytes(self.workloads[name], border, load, self.memory, num_shares=num_shares)
+    def boundary_bytes(
+        self, name: str, border: int, load: Load, *, num_shares: int = 1, num_row_shares: int = 1, saved: bool = False
+    ) -> float:
+        """The message that crosses the boundary before layer `border` for a microbatch of this load. `saved`: what the
+        receiver keeps of it for the backward."""
+        size = self.memory.activation_bytes if saved else self.memory.message_bytes
+        return boundary_bytes(
+            self.workloads[name], border, load, size, num_shares=num_shares, num_row_shares=num_row_shares
+        )
 
     def output_bytes(self, name: str, dp: int = 1) -> float:
         """Bytes of a module's output to another module, for a mean microbatch."""
         num_outputs = sum(sample.num_outputs(name) for sample in self.samples) / (dp * self.num_microbatches)
-        return num_outputs * self.workloads[name].output_size * self.memory.activation_bytes
+        return num_outputs * self.workloads[name].output_size * self.memory.message_bytes
 
     def transferred_bytes(self, name: str) -> list[int]:
         """Parameters and optimizer state that a rank receives when it takes over a layer, whole.

@@ -11,8 +11,10 @@ though it exists only during one backward at a time.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import lcm
+from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +42,7 @@ from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.lower import Message, is_resharded
+from motet.schedule.lower import Message, is_resharded, row_shares
 from motet.schedule.routes import Cell, Routes, replicas_together
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -49,6 +51,16 @@ def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
     """Number of ranks that hold the same part of a module, and number of ranks that share it (fully sharded)."""
     num_ranks, num_shares = len(module.replicas) * cp_size, cp_size * module.sharded_replicas
     return (num_ranks // num_shares, num_shares) if module.fully_sharded else (num_ranks, 1)
+
+
+class _Place(Protocol):
+    """A cell or a stage."""
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def replica(self) -> int: ...
 
 
 class IterationCosts:
@@ -72,7 +84,8 @@ class IterationCosts:
         replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
-        self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
+        self.workloads, self.table, self.cluster = workloads, table, cluster
+        self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
@@ -251,11 +264,10 @@ class IterationCosts:
 
     def message_bytes(self, message: Message) -> int:
         source, target = message.source, message.target
-        if source.module == target.module:
-            receiver = self.routes.stage(target)
-            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), receiver)
+        begin, end = self.routes.stage(source), self.routes.stage(target)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
-        return self._output_bytes(source.module, target.module, route.samples)
+        sizes = self._route_bytes(source, begin, target, end, self.cells.load_of(source), route.samples)
+        return sizes[message.gradient]
 
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each route's activation, then of its gradient."""
@@ -266,37 +278,60 @@ class IterationCosts:
     def _carried_bytes(self) -> Ints:
         """[activation or gradient, route]"""
         routes, cells = self.routes, self.cells
-        stages = [cells.kinds[kind] for kind in cells.kind[routes.route_source].tolist()]
-        to_other = np.array([stage.module for stage in routes.stages])[routes.cell_stage]
-        crosses = to_other[routes.route_source] != to_other[routes.route_target]
         sizes = np.zeros((2, routes.num_routes), dtype=np.int64)
-        for i, (kind, load) in enumerate(zip(stages, cells.load[routes.route_source].tolist(), strict=True)):
-            target = routes.stages[routes.cell_stage[routes.route_target[i]]]
-            if crosses[i]:
-                sizes[:, i] = self._output_bytes(kind.module, target.module, routes.route_samples(i))
-            else:
-                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target.planned)
+        known: dict[object, tuple[int, int]] = {}
+        loads = cells.load[routes.route_source].tolist()
+        ends = (routes.cell_stage[routes.route_source].tolist(), routes.cell_stage[routes.route_target].tolist())
+        for i, (load, source, target) in enumerate(zip(loads, *ends, strict=True)):
+            begin, end = routes.stages[source], routes.stages[target]
+            samples = routes.route_samples(i) if begin.module != end.module else ()
+            key = source, target, load, tuple(samples)
+            if key not in known:
+                known[key] = self._route_bytes(begin, begin.planned, end, end.planned, cells.loads[load], samples)
+            sizes[:, i] = known[key]
         return sizes
 
-    def _boundary_bytes(self, kind: CellKind, load: Load, target: Stage) -> int:
+    def _route_bytes(
+        self, source: _Place, begin: Stage, target: _Place, end: Stage, load: Load, samples: Sequence[int]
+    ) -> tuple[int, int]:
+        """A message of what a route carries, and one of its gradient, as each receiver gets it."""
+        same_module = source.module == target.module
+        forward, gradient = (
+            self._boundary_bytes(source, begin, end, load, num_row_shares)
+            if same_module
+            else self._output_bytes(source.module, target.module, samples, num_row_shares)
+            for num_row_shares in (
+                row_shares(begin, end, gradient=is_gradient, same_module=same_module) for is_gradient in (False, True)
+            )
+        )
+        return forward, gradient
+
+    def _boundary_bytes(self, place: _Place, source: Stage, target: Stage, load: Load, num_row_shares: int) -> int:
         """A message from the stage to the next one of its module.
 
         Between groups of unequal size each place sends a piece to each place. Pieces are taken to be equal; of what all
         members hold, one place in turn sends the whole."""
-        workload, source, border = self.cells.workload(kind.module), kind.stage, kind.stage.layers[1]
+        workload, border = self.cells.arranged(place.module, place.replica), source.layers[1]
         resharded = is_resharded(source, target)
         num_shares = source.cp_size * target.cp_size if resharded else target.cp_size
-        num_bytes = boundary_bytes(workload, border, load, self.memory, num_shares=num_shares)
+        num_bytes = boundary_bytes(
+            workload,
+            border,
+            load,
+            self.memory.message_bytes,
+            num_shares=num_shares,
+            num_row_shares=num_row_shares,
+        )
         return round(
             num_bytes / source.cp_size if resharded and workload.boundary(border)[0] != "tokens" else num_bytes
         )
 
-    def _output_bytes(self, module: str, target: str, samples: Sequence[int]) -> int:
+    def _output_bytes(self, module: str, target: str, samples: Sequence[int], num_row_shares: int) -> int:
         """A module's output for these samples, as far as another module receives it."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
         outputs = self.cells.num_outputs(module, target)
-        return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
+        return -(-sum([outputs[i] for i in samples]) // num_row_shares) * width * self.memory.message_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         number = self.routes.number_of_cell[cell]
@@ -331,7 +366,8 @@ class IterationCosts:
         workload, border = self.cells.workload(kind.module), kind.stage.layers[0]
         if not border or not any(needs.any for needs in kind.gradients):
             return 0
-        return round(boundary_bytes(workload, border, load, self.memory, num_shares=kind.num_shares))
+        whole = boundary_bytes(workload, border, load, self.memory.activation_bytes, num_shares=kind.num_shares)
+        return round(whole)
 
     def _saved_whole(self, kind: CellKind, load: Load) -> int:
         module = self.plan.modules[kind.module]

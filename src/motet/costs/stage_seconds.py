@@ -23,6 +23,7 @@ from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadrati
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
 from motet.plan import ModulePlan, Plan, Stage, expert_groups
+from motet.schedule.lower import keeps_row_shares, row_shares
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 LOG_SUM_EXP_BYTES = 4
@@ -159,9 +160,10 @@ class StageSeconds:
         if has_block:
             forward.append(costs.blocks_forward)
         outputs_s, gradients_s = self._token_gathers(kind)
-        forward.append(outputs_s)
+        taken_s, returned_s = self._row_gathers(kind, range(stage.tp_size))
+        forward += [outputs_s, taken_s]
         if any(g.any for g in gradients):
-            input_half += [costs.stage_backward, gradients_s]
+            input_half += [costs.stage_backward, gradients_s, returned_s]
             if has_block:
                 input_half.append(costs.blocks_backward)
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
@@ -214,8 +216,9 @@ class StageSeconds:
         reruns = kind.module in self.cells.plan.recompute_features and any(needs.any for needs in kind.gradients)
         ranks = tensor_parallel_ranks or self._tensor_parallel_ranks(kind.stage)
         outputs_s, gradients_s = self._token_gathers(kind)
-        forward.append(outputs_s)
-        input_half.append(gradients_s)
+        taken_s, returned_s = self._row_gathers(kind, ranks)
+        forward += [outputs_s, taken_s]
+        input_half += [gradients_s, returned_s] if any(needs.any for needs in kind.gradients) else [gradients_s]
         for layer, needs, count in kind.different:
             recomputed = needs.any and kind.module in self.cells.plan.recompute and layer.part == "block" and layer.runs
             kernels = layer_kernels(
@@ -281,6 +284,45 @@ class StageSeconds:
             for borders in (whole, of_gradients)
         ]
         return total(gathers[0]), total(gathers[1])
+
+    def _row_gathers(self, kind: CellKind, ranks: Sequence[int]) -> tuple[Quadratic, Quadratic]:
+        """Seconds in which the tensor-parallel group `ranks` puts together what came in shares of its rows: inputs, and
+        gradients of outputs. Functions of one rank's load."""
+        plan, name, stage = self.cells.plan, kind.module, kind.stage
+        if stage.tp_size == 1:
+            return ZERO, ZERO
+        module, workload = plan.modules[name], self.cells.workload(name)
+        replica, index = place_of(module, stage)
+        stages = module.replicas[replica].stages
+        terms = collective_terms(self.cluster, "all_gather", ranks)
+        s_per_byte = self.memory.message_bytes / terms.bytes_per_s
+
+        def gather(rows: str, width: int) -> Quadratic:
+            per_row = width * s_per_byte
+            return Quadratic(constant=terms.latency_s)._replace(**{f"per_{rows.removesuffix('s')}": per_row})
+
+        inputs: list[Quadratic] = []
+        gradients: list[Quadratic] = []
+        for border, first, found in ((index - 1, stage.layers[0], inputs), (index, stage.layers[1], gradients)):
+            if not 0 <= border < len(stages) - 1 or keeps_row_shares(module, replica, border):
+                continue
+            shares = row_shares(*stages[border : border + 2], gradient=found is gradients, same_module=True)
+            if shares > 1:
+                found.append(gather(*workload.boundary(first)))
+        for edge in plan.edges:
+            source, target = plan.modules[edge.source], plan.modules[edge.target]
+            if target.kind == "loss":
+                continue
+            if edge.target == name and any(stage.layers[0] <= layer < stage.layers[1] for layer in edge.layers):
+                sender = source.replicas[min(replica, len(source.replicas) - 1)].stages[-1]
+                if row_shares(sender, stage, gradient=False, same_module=False) > 1:
+                    inputs.append(gather("incoming", workload.hidden_size))
+            if edge.source == name and index == len(stages) - 1:
+                stages_behind = target.replicas[min(replica, len(target.replicas) - 1)].stages
+                behind = next(s for s in stages_behind if s.layers[0] <= edge.layers[0] < s.layers[1])
+                if row_shares(stage, behind, gradient=True, same_module=False) > 1:
+                    gradients.append(gather(*workload.boundary(workload.num_layers)))
+        return total(inputs), total(gradients)
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
         """Seconds of one action's gathers of parameters; zero where they are gathered once in a step."""

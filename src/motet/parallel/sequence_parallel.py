@@ -1,8 +1,9 @@
 """Sequence parallelism inside a tensor-parallel group: between parallel regions each rank holds a share of the tokens.
 
-(Korthikanti et al. 2022, section 4.2.2.) The first layer of a stage scatters the sequence, the last one gathers it, so
-stages exchange whole sequences. Inside a layer, norms, residuals and dropout see a share; attention and MLP gather
-their input, since HF attentions take the sequence length from it, and their row linears sum and scatter.
+(Korthikanti et al. 2022, section 4.2.2.) The first layer of a stage scatters the sequence, the last one gathers it. A
+stage of a language model whose neighbour is cut alike passes its share instead (`hand_on_shares`). Inside a layer,
+norms, residuals and dropout see a share; attention and MLP gather their input, since HF attentions take the sequence
+length from it, and their row linears sum and scatter.
 
 The length of the whole sequence cannot be read off a share. It travels from layer to layer on the activation itself, as
 an attribute, and not in some variable: a layer may be recomputed in the backward pass, when other microbatches have run
@@ -48,6 +49,8 @@ class Partial:
     """Names of parameters, cut or whole, whose gradients on each rank are partial sums."""
     whole_inside: set[str] = field(default_factory=set)
     """Row linears in parts whose inputs and outputs are whole sequences."""
+    running: "Running | None" = None
+    """State of the layers under sequence parallelism."""
 
 
 def enter_regions(module: nn.Module, cuts: TensorCuts, tp: TensorParallel, *, idle: Collection[str] = ()) -> Partial:
@@ -55,7 +58,7 @@ def enter_regions(module: nn.Module, cuts: TensorCuts, tp: TensorParallel, *, id
     blocks = {path: module.get_submodule(path) for path in cuts.blocks}
     partial = Partial([name for region in cuts.regions for name in _inside(module, region)])
     units: list[str] = []
-    running: _Running | None = None
+    running: Running | None = None
     if tp.sequence_parallel:
         for path, block in blocks.items():
             units += _whole_units(block, path, cuts)
@@ -67,13 +70,14 @@ def enter_regions(module: nn.Module, cuts: TensorCuts, tp: TensorParallel, *, id
             for name, _ in block.named_parameters()
             if not f"{path}.{name}".startswith(tuple(within))
         ]
-        running = _Running()
+        running = partial.running = Running()
         lists: dict[str, list[nn.Module]] = {}
         for path, block in blocks.items():
             if path not in idle:
                 lists.setdefault(path.rpartition(".")[0], []).append(block)
         for layers in lists.values():
             _attach_to_layers(layers, running, tp)
+        running.has_one_list = len(lists) == 1
         for unit in units:
             _run_whole(module.get_submodule(unit), running, tp)
     for region in cuts.regions:
@@ -99,7 +103,7 @@ def _inside(module: nn.Module, region: Region) -> Iterator[str]:
                 yield f"{entry}.{name}"
 
 
-def _take_from_group(running: "_Running | None", tp: TensorParallel) -> Callable[..., Any]:
+def _take_from_group(running: "Running | None", tp: TensorParallel) -> Callable[..., Any]:
     """Makes a hook for a region's entry, which gathers a share of the sequence and sums the gradients of its input."""
 
     def copied(value: Any) -> Any:
@@ -144,7 +148,7 @@ def _is_tokenwise(module: nn.Module) -> bool:
     return all(TOKENWISE.search(type(holder).__name__) for holder in holders)
 
 
-def _run_whole(unit: nn.Module, running: "_Running", tp: TensorParallel) -> None:
+def _run_whole(unit: nn.Module, running: "Running", tp: TensorParallel) -> None:
     """Gathers the sequence before a part and cuts it after, so that all ranks compute the same."""
 
     def gather(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,14 +165,26 @@ def _run_whole(unit: nn.Module, running: "_Running", tp: TensorParallel) -> None
 
 
 @dataclass
-class _Running:
-    """State of the running layer."""
+class Running:
+    """State of the running layer, and what the stage's neighbours expect."""
 
     length: int | None = None
     """Length of the layer's whole sequence; None between layers."""
+    takes_share: bool = False
+    """Whether the first layer's input is a share already, with its length noted (`note_length`)."""
+    gives_share: bool = False
+    """Whether the last layer's output stays a share."""
+    has_one_list: bool = True
+    """Whether all layers stand in one list, so that there is one first and one last layer."""
 
 
-def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: TensorParallel) -> None:
+def hand_on_shares(running: Running, *, takes_share: bool, gives_share: bool) -> None:
+    """Skips the scatter before the first layer, or the gather after the last one, of a module of one list of layers."""
+    assert running.has_one_list
+    running.takes_share, running.gives_share = takes_share, gives_share
+
+
+def _attach_to_layers(layers: Sequence[nn.Module], running: Running, tp: TensorParallel) -> None:
     """Scatters before the first layer, gathers after the last."""
     skippable = [any(hasattr(layer, part) for part in SKIPPABLE_PARTS) for layer in layers]
     # A layer that may be left out cannot be relied on to gather, so those at the end scatter and gather by themselves.
@@ -179,14 +195,14 @@ def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: Tensor
         def scatter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def cut(hidden: Tensor) -> Tensor:
                 known = getattr(hidden, _LENGTH, None)
-                assert known is not None or may_get_whole, (
+                assert known is not None or (may_get_whole and not running.takes_share), (
                     "the activation between two layers lost its sequence length: something else than a layer touched it"
                 )
                 assert known is None or hidden._version == getattr(hidden, _VERSION), (
                     "something else than a layer wrote into the activation between two layers"
                 )
                 running.length = hidden.shape[-2] if known is None else known
-                return _note(scatter_sequence(hidden, tp) if known is None else hidden, running.length)
+                return note_length(scatter_sequence(hidden, tp) if known is None else hidden, running.length)
 
             args, kwargs = _replace_hidden(args, kwargs, cut)
             for name in SEQUENCE_INPUTS:
@@ -200,10 +216,12 @@ def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: Tensor
         running.length = getattr(args[0] if args else kwargs.get("hidden_states"), _LENGTH, running.length)
 
     def mark(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _note(output if isinstance(output, Tensor) else output[0], running.length)
+        note_length(output if isinstance(output, Tensor) else output[0], running.length)
         running.length = None
 
     def gather(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if running.gives_share:
+            return mark(layer, args, output)
         length, running.length = running.length, None
         assert length is not None
         return _replace_first(output, lambda hidden: gather_sequence(hidden, length, tp))
@@ -215,7 +233,7 @@ def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: Tensor
         layer.register_forward_hook(gather if gives_whole else mark)
 
 
-def _note(shard: Tensor, length: int | None) -> Tensor:
+def note_length(shard: Tensor, length: int | None) -> Tensor:
     """Notes the length of the whole sequence on a share of it, and how often the share has been written to."""
     setattr(shard, _LENGTH, length)
     setattr(shard, _VERSION, shard._version)

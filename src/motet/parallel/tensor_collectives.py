@@ -126,8 +126,13 @@ def shard_length(length: int, tp: TensorParallel) -> int:
 
 def sequence_shard(x: Tensor, tp: TensorParallel) -> Tensor:
     """[..., T, H] -> [..., ceil(T / tp), H]: this rank's rows, padded with zeros."""
-    size = shard_length(x.shape[SEQUENCE_DIM], tp)
-    start = min(tp.rank * size, x.shape[SEQUENCE_DIM])
+    return rows_of_share(x, tp.rank, tp.size)
+
+
+def rows_of_share(x: Tensor, share: int, num_shares: int) -> Tensor:
+    """[..., T, H] -> [..., ceil(T / num_shares), H]: one share of the rows, padded with zeros."""
+    size = -(-x.shape[SEQUENCE_DIM] // num_shares)
+    start = min(share * size, x.shape[SEQUENCE_DIM])
     rows = x.narrow(SEQUENCE_DIM, start, min(size, x.shape[SEQUENCE_DIM] - start))
     return pad(rows, (0, 0, 0, size - rows.shape[SEQUENCE_DIM])).contiguous()
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.parallel.experts import distribute_experts
-from motet.parallel.sequence_parallel import enter_regions
+from motet.parallel.sequence_parallel import Running, enter_regions
 from motet.parallel.split_backward import linear, shared_weight
 from motet.parallel.tensor_collectives import (
     TensorParallel,
@@ -60,6 +60,8 @@ class TensorParallelLayout:
     """The whole parameters whose gradients must be summed over the group; those of all others are complete."""
     experts: Mapping[str, Shard] = field(default_factory=dict)
     """The parameters that are cut over the group `tp.experts`; they are not among `shards`."""
+    running: Running | None = None
+    """State of the layers under sequence parallelism."""
 
 
 class RowLinear(nn.Linear):
@@ -131,7 +133,7 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
         _adapt_linears(module, cuts, shards, partial.whole_inside, tp)
         _adapt_vocabulary(module, cuts, shards, tp)
         whole = tuple(name for name in partial.parameters if name not in shards and name not in experts)
-        layout = TensorParallelLayout(tp, shards, whole, experts)
+        layout = TensorParallelLayout(tp, shards, whole, experts, partial.running)
     set_tensor_parallel_layout(module, layout)
     return layout
 

@@ -73,6 +73,9 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         )
         for name, node in graph.modules.items()
     }
+    given = config.parallel.model_fields_set
+    # Templates for failures take these from the run file.
+    is_open = config.train.failures is None and not graph.of_kind("loss")
     queries = {name: modules.pop(name) for name, w in workloads.items() if w.family == QUERY_TOKENS}
     return PlanningProblem(
         modules=modules,
@@ -85,11 +88,15 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
         schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
-        dp_sizes=_dp_sizes(config),
+        dp_sizes=_dp_sizes(config, config.parallel.num_microbatches),
         assignment=config.parallel.assignment,
         max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
-        chooses_recompute="recompute" not in config.parallel.model_fields_set,
+        chooses_recompute="recompute" not in given,
+        chooses_zero1=is_open and "zero1" not in given,
+        chooses_assignment=is_open and "assignment" not in given and config.parallel.max_packed_tokens is None,
+        microbatch_numbers=_numbers(config) if is_open and "num_microbatches" not in given else (),
+        free_dp_sizes=_dp_sizes(config, 1),
         contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),
         may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
@@ -340,9 +347,15 @@ def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[i
     return tuple(size for size in sizes if size in table.modules.get(name, ())) or sizes
 
 
-def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
+def _numbers(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of microbatches of a replica, from which `auto` may choose."""
+    size = config.train.global_batch_size
+    return tuple(sorted({*(2**i for i in range(size.bit_length())), min(config.parallel.num_microbatches, size)}))
+
+
+def _dp_sizes(config: RunConfig, num_microbatches: int) -> tuple[int, ...]:
     cluster = config.cluster
-    most = min(config.train.global_batch_size // config.parallel.num_microbatches, cluster.num_devices)
+    most = min(config.train.global_batch_size // num_microbatches, cluster.num_devices)
     sizes = _powers_of_two(config, max(1, most))
     if not _is_cpu(config) and cluster.num_devices.bit_count() > 1:  # It is not a power of two.
         sizes = tuple(sorted({*sizes, *(3 * dp for dp in sizes if 3 * dp <= most)}))

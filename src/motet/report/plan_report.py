@@ -127,6 +127,8 @@ def report_choice(choice: Choice) -> dict[str, Any]:
         },
         "too_slow": {name: {"at_least_s": seconds} for name, seconds in choice.too_slow.items()},
         "refused": dict(choice.refused),
+        "assignments_s": dict(choice.assignments_s),
+        "ended_early": choice.ended_early,
     }
 
 

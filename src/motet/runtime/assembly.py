@@ -24,7 +24,9 @@ from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, Op
 from motet.shapes.module_shape import QUERY_TOKENS
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""Dtypes of parameters by `train.dtype`. bfloat16 is autocast: parameters, gradients and messages stay in float32."""
+"""Dtypes of parameters by `train.dtype`. bfloat16 is autocast: parameters and gradients stay in float32."""
+BOUNDARY_DTYPES = PARAMETER_DTYPES | {"bfloat16": torch.bfloat16}
+"""Dtypes of what stages send each other, by `train.dtype`."""
 
 
 def pick_device(config: RunConfig, local_rank: int) -> torch.device:
@@ -120,7 +122,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
         plan,
         stage_maker(config, plan, device),
         device=device,
-        boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
+        boundary_dtype=BOUNDARY_DTYPES[config.train.dtype],
         autocast=autocast_for(config, device),
         timeout=timedelta(seconds=config.train.step_timeout_s),
         assign=assignment_by_costs(config, plan),

@@ -105,6 +105,8 @@ class Engine:
                 stage,
                 boundary_dtype=boundary_dtype,
                 device=device,
+                tp=self.model.tensor_parallel[key],
+                kept_shares=self.model.kept_shares.get(key, frozenset()),
                 cp=self.model.context_parallel.get(key),
                 sharded=self.model.sharded.get(key),
                 autocast=autocast,

@@ -18,6 +18,7 @@ from motet.devices import seed_generators
 from motet.models.stages.stage import Batch
 from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
+from motet.parallel.tensor_collectives import rows_of_share
 from motet.plan import Stage
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
@@ -163,16 +164,18 @@ class Executor:
         runner = self.runners[(route.source if gradient else route.target)[:3]]
         messages = self._mailbox.awaited(value)
         received: list[torch.Tensor] = []
+        shape = runner.output_shape(route) if gradient else runner.input_shape(route)
         if messages:
             with self.measured(str(messages[0]), "wait"):
                 received = self._mailbox.take(value)
+                if runner.num_row_shares(route, gradient=gradient) > 1:
+                    received = [runner.whole_rows(received[0], shape[-2])]
         if not runner.rows.is_resharded(route):
             if received:
                 return received[0]
             return _rows_of_piece(self._mailbox.use(value), runner.rows.piece(route, rank, rank, gradient=gradient))
         # The pieces of all places of the sending group, this rank's own among them.
-        shape = runner.output_shape(route) if gradient else runner.input_shape(route)
-        result = torch.zeros(shape, dtype=runner.boundary_dtype, device=self.device)
+        result = torch.zeros(shape, dtype=runner.message_dtype(route), device=self.device)
         pieces = [(message.sender, tensor) for message, tensor in zip(messages, received, strict=True)]
         if rank in self._routes.stage(route.target if gradient else route.source).ranks:
             own = runner.rows.piece(route, rank, rank, gradient=gradient)
@@ -190,17 +193,22 @@ class Executor:
         is_sent = message.sender == self.mesh.rank
         here = self.runners[(message.source if is_sent != message.gradient else message.target)[:3]]
         piece = here.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
+        num_shares = here.num_row_shares(route, gradient=message.gradient)
         if is_sent:
             tensor = _rows_of_piece(self._mailbox.use(message.value), piece)
+            if num_shares > 1:
+                end = self._routes.stage(route.source if message.gradient else route.target)
+                tensor = rows_of_share(tensor, end.ranks.index(message.receiver) % num_shares, num_shares)
             if tensor.numel() or not here.rows.is_resharded(route):
                 self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
             return
         shape = here.output_shape(route) if message.gradient else here.input_shape(route)
+        shape = (*shape[:-2], -(-shape[-2] // num_shares), shape[-1])
         if here.rows.is_resharded(route) and piece is not None:
             shape = (*shape[:-2], len(piece.kept), shape[-1])
             if not len(piece.kept):  # Groups of unequal size that hold nothing alike exchange nothing.
                 return
-        self._mailbox.receive(message, shape, here.boundary_dtype, self.device)
+        self._mailbox.receive(message, shape, here.message_dtype(route), self.device)
 
     def _seed_dropout(self, cell: Cell) -> None:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""

@@ -38,6 +38,7 @@ from motet.runtime.gradient_reduction import (
 )
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
+from motet.schedule.lower import keeps_row_shares
 
 StageKey = tuple[str, int, int]
 """(module, replica, stage)."""
@@ -108,7 +109,11 @@ class LocalModel:
     def __init__(self, plan: Plan, mesh: Mesh, make_stage: StageMaker) -> None:
         self.plan, self.mesh = plan, mesh
         self.stages: dict[StageKey, StageModule] = {}
-        self._tp: dict[StageKey, TensorParallel] = {}
+        self.tensor_parallel: dict[StageKey, TensorParallel] = {}
+        """By stage: this rank's place in the tensor-parallel group."""
+        self.kept_shares: dict[StageKey, set[int]] = {}
+        """By stage: the layers at its ends whose input is this rank's share of the rows, as the neighbour hands it on.
+        """
         self.context_parallel: dict[StageKey, ContextParallel] = {}
         """By stage that holds a share of its tokens: this rank's place in the context-parallel group."""
         self.sharded: dict[StageKey, FullySharded] = {}
@@ -128,7 +133,8 @@ class LocalModel:
             self.stages[name, r, s] = made
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
                 self.attending[name, r, s] = made
-            self._tp[name, r, s] = tp
+            self.tensor_parallel[name, r, s] = tp
+            self._keep_shares((name, r, s), made)
             if module.shares_over_replicas:
                 group = mesh.sharing(module, r, s)
                 self.sharded[name, r, s] = FullySharded(cast(nn.Module, made), group, by_rows=True)
@@ -142,8 +148,23 @@ class LocalModel:
         self._whole_sums: list[WholeSum] = []
         self.reducers = self._make_reducers()
 
+    def _keep_shares(self, key: StageKey, stage: StageModule) -> None:
+        """Under sequence parallelism, leaves shares of the rows as they are at the stage's ends, where possible."""
+        name, replica, index = key
+        module = self.plan.modules[name]
+        if not isinstance(stage, LanguageModelStage) or not module.sequence_parallel:
+            return
+        first, last = module.replicas[replica].stages[index].layers
+        takes, gives = (
+            s >= 0 and keeps_row_shares(module, replica, s) and stage.can_hand_on_shares(border)
+            for s, border in ((index - 1, first), (index, last))
+        )
+        if takes or gives:
+            stage.hand_on_shares(takes_share=takes, gives_share=gives)
+            self.kept_shares[key] = {layer for layer, kept in ((first, takes), (last, gives)) if kept}
+
     def _parameters_of(self, key: StageKey) -> Iterator[LocalParameter]:
-        stage, tp = self.stages[key], self._tp[key]
+        stage, tp = self.stages[key], self.tensor_parallel[key]
         owner = self.plan.modules[key[0]].data_module(key[0])
         layout = tensor_parallel_layout(cast(nn.Module, stage))
         held = {p.name for p in self.parameters}
@@ -266,7 +287,7 @@ class LocalModel:
             if not self.plan.modules[key[0]].shares_over_replicas:
                 tp_reduce_gradients(cast(nn.Module, stage))
             elif partial := [p for p in self.parameters if p.stage == key and p.is_partial and p.reduce is not None]:
-                sum_over_group([p.parameter for p in partial], self._tp[key].group)
+                sum_over_group([p.parameter for p in partial], self.tensor_parallel[key].group)
         for whole_sum in self._whole_sums:
             whole_sum.run()
         for p in self.parameters:

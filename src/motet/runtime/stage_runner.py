@@ -1,6 +1,6 @@
 """Runs forward and backward of one stage, one microbatch at a time, and keeps the graphs in between."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -16,9 +16,11 @@ from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_rows import ContextRows
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.split_backward import CastWeights, SplitBackward, make_splittable
+from motet.parallel.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
 from motet.plan import ModulePlan, Stage
 from motet.runtime.messages import merge_order, rows_of
 from motet.schedule.batch_sync import Shares, samples_of_ranks, shares
+from motet.schedule.lower import row_shares
 from motet.schedule.routes import Cell, Route, Routes
 
 
@@ -38,6 +40,8 @@ class StageRunner:
 
     Args:
         boundary_dtype: dtype of activations and gradients between stages.
+        tp: this rank's place in the stage's tensor-parallel group; None: it is alone.
+        kept_shares: the layers at the stage's ends whose input is this rank's share of the rows.
         cp: this rank's place in the stage's context-parallel group; None: there is none.
         sharded: the stage's parameters, if its group shares them.
         autocast: context in which forwards run.
@@ -52,6 +56,8 @@ class StageRunner:
         *,
         boundary_dtype: torch.dtype,
         device: torch.device,
+        tp: TensorParallel | None = None,
+        kept_shares: Set[int] = frozenset(),
         cp: ContextParallel | None = None,
         sharded: FullySharded | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -62,12 +68,15 @@ class StageRunner:
         self.module = module
         self.boundary_dtype = boundary_dtype
         self.device = device
+        self._tp, self._kept_shares = tp, kept_shares
         self._cp = cp
         self._sharded = sharded
         self._autocast = autocast
         make_splittable(cast(nn.Module, module))
         self._cast_weights = CastWeights()
-        self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
+        self._wide_dtype = torch.promote_types(boundary_dtype, torch.float32)
+        """Dtype of what a message brought while the stage computes with it, if the stage has no parameters."""
+        self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), self._wide_dtype)
         has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
         self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
@@ -124,11 +133,40 @@ class StageRunner:
         """Whether what a route into this stage carries comes to this rank."""
         return True
 
+    def num_row_shares(self, route: Route, *, gradient: bool) -> int:
+        """Number of shares in which the rows of what a route carries, or of its gradient, go to the members of the
+        receiving tensor-parallel group, which puts them together (`whole_rows`)."""
+        source, target = self._routes.stage(route.source), self._routes.stage(route.target)
+        same_module = route.source.module == route.target.module
+        if same_module and source.layers[1] in self._kept_shares:
+            return 1
+        return row_shares(source, target, gradient=gradient, same_module=same_module)
+
+    def whole_rows(self, share: Tensor, num_rows: int) -> Tensor:
+        """Puts the members' shares together. Collective over the tensor-parallel group."""
+        assert self._tp is not None
+        return all_gather_sequence(share, num_rows, self._tp) if num_rows else share
+
+    def message_dtype(self, route: Route) -> torch.dtype:
+        """The dtype in which what a route carries, and its gradient, travel. Beside hidden states may stand numbers of
+        tokens, which are whole in float32 alone."""
+        crosses_alone = getattr(self.module, "crosses_alone", lambda layer: True)
+        if route.source.module == route.target.module and not crosses_alone(self._routes.stage(route.target).layers[0]):
+            return self._wide_dtype
+        return self.boundary_dtype
+
+    def _own_shape(self, shape: tuple[int, ...], layer: int) -> tuple[int, ...]:
+        """The shape of a layer's input on this rank."""
+        if layer not in self._kept_shares:
+            return shape
+        assert self._tp is not None
+        return (*shape[:-2], shard_length(shape[-2], self._tp), shape[-1])
+
     def input_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route brings to this stage (and of the gradient that goes back)."""
         samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.source.module == self.name:
-            return self.module.input_shape(samples)
+            return self._own_shape(self.module.input_shape(samples), self.stage.layers[0])
         if (held := self.rows.received(route)) is not None:
             assert self._cp is not None
             return (len(held[self._cp.rank]), self.module.hidden_size)
@@ -143,7 +181,7 @@ class StageRunner:
         if route.target.module != self.name:
             target = self._data_module_of(route.target.module)
             return (sum(sample.num_outputs(self.data_module, target) for sample in samples), self.module.output_size)
-        return self.module.output_shape(samples)
+        return self._own_shape(self.module.output_shape(samples), self.stage.layers[1])
 
     def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
         """Keeps the output for `output` and `backward`.
@@ -154,7 +192,9 @@ class StageRunner:
         """
         keeps_graph = cell in self._routes.with_backward
         leaves = {
-            route: self._own_part(route, tensor).requires_grad_(route.carries_gradient and keeps_graph)
+            route: self._own_part(route, tensor)
+            .to(self._parameter_dtype)
+            .requires_grad_(route.carries_gradient and keeps_graph)
             for route, tensor in inputs.items()
         }
         split = SplitBackward() if is_split else None
@@ -211,7 +251,7 @@ class StageRunner:
         """The rows of `route.source`'s output that the route carries, without graph."""
         made = self._saved[route.source].output.hidden
         assert made is not None
-        output = made.detach().to(self.boundary_dtype)
+        output = made.detach().to(self.message_dtype(route))
         rows = self._carried_rows(route)
         carried = output if rows is None else output.index_select(0, rows.to(output.device))
         # A receiver takes whatever comes: a message of another size would go unnoticed.
@@ -279,7 +319,7 @@ class StageRunner:
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-                result[route] = self.rows.gather_gradient(route, gradient)
+                result[route] = self.rows.gather_gradient(route, gradient.to(self.message_dtype(route)))
         return result
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
@@ -347,7 +387,7 @@ class LossRunner(StageRunner):
             own = leaves[route].grad if route in leaves else None
             if own is None:
                 shape = (len(self._own_places(route)), self.module.hidden_size)
-                own = torch.zeros(shape, dtype=self.boundary_dtype, device=self.device)
+                own = torch.zeros(shape, dtype=self._parameter_dtype, device=self.device)
             by_rank = samples_of_ranks(self._routes, route)
             ends = np.cumsum([len(samples) for samples in by_rank.values()])
             places = [np.zeros(0, dtype=np.int64) for _ in self.stage.ranks]
@@ -358,7 +398,10 @@ class LossRunner(StageRunner):
             if whole is not None:
                 result[route] = whole
         exchange.finish()
-        return {route: self._carried_gradient(route, embeddings) for route, embeddings in result.items()}
+        return {
+            route: self._carried_gradient(route, embeddings).to(self.message_dtype(route))
+            for route, embeddings in result.items()
+        }
 
     def _own_places(self, route: Route) -> list[int]:
         """Positions, among the route's samples, of those whose embeddings this rank contributes."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.plan import Plan, Stage
+from motet.plan import ModulePlan, Plan, Stage
 from motet.ragged_arrays import Floats, Ints, ranges, starts_of
 from motet.schedule.action import Compute, Durations, Reduce, unit_duration
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
@@ -230,9 +230,10 @@ def pairs_of_route(plan: Plan, source: StageCells, target: StageCells, *, gradie
 def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: bool) -> list[tuple[int, int]]:
     """(sender, receiver) between the groups at the two ends of a route.
 
-    Members of a tensor-parallel group all hold the whole tensor, so each receiver needs one sender: itself if it is
-    one of them, else the one at its own place in the group, modulo the group's size. Forwards the consumers choose
-    among the producers, backwards the producers choose among the consumers.
+    Members of a tensor-parallel group all hold the whole tensor (or each its share of the rows, which the one at the
+    same place needs), so each receiver needs one sender: itself if it is one of them, else the one at its own place in
+    the group, modulo the group's size. Forwards the consumers choose among the producers, backwards the producers
+    choose among the consumers. `row_shares` says what of the rows each receiver gets.
 
     Between stages of one module, members of context-parallel groups hold shares of the tokens. In groups of one size
     the members of one place hold the same share. Groups of unequal size are resharded: each receiver gets a piece from
@@ -250,6 +251,33 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
         ]
     senders = begin.ranks
     return [(senders[i % len(senders)], receiver) for i, receiver in enumerate(end.ranks) if receiver not in senders]
+
+
+def row_shares(source: Stage, target: Stage, *, gradient: bool, same_module: bool) -> int:
+    """Number of shares in which a value's rows travel: each member of the receiving tensor-parallel group gets one.
+
+    The receiving group puts them together. A value is sent whole (1) where some receiver made it itself, and between
+    context-parallel groups of unequal size.
+    """
+    end = source if gradient else target
+    if not set(source.ranks).isdisjoint(target.ranks) or (same_module and is_resharded(source, target)):
+        return 1
+    return end.tp_size
+
+
+def keeps_row_shares(module: ModulePlan, replica: int, stage: int) -> bool:
+    """Whether, under sequence parallelism, each rank of a stage can hand its share of the rows to the next stage as it
+    is: both have blocks and groups of one size, and no rank changes its place."""
+    stages = module.replicas[replica].stages
+    if not module.sequence_parallel or stage + 1 >= len(stages):
+        return False
+    source, target = stages[stage], stages[stage + 1]
+    return (
+        source.tp_size == target.tp_size > 1
+        and not is_resharded(source, target)
+        and (source.ranks == target.ranks or set(source.ranks).isdisjoint(target.ranks))
+        and all(max(each.layers[0], 1) < min(each.layers[1], module.num_layers - 1) for each in (source, target))
+    )
 
 
 def is_resharded(source: Stage, target: Stage) -> bool:

@@ -12,6 +12,7 @@ from generator_run import generator_config, generator_run
 from safetensors.torch import load_file
 
 import motet
+from motet.cli.main import main
 from motet.config import RunConfig, phases_of
 from motet.data.run_file import open_samples
 from motet.errors import UserError
@@ -130,3 +131,16 @@ def test_one_command_trains_all_and_goes_on(tmp_path: Path) -> None:
     more = [PHASES[0], {**PHASES[1], "steps": 4}]
     then = motet.train(tmp_path / "run.yaml", ["train.resume=latest", f"train.phases={json.dumps(more)}"])
     assert {name: len(own["losses"]) for name, own in then["phases"].items()} == {"draw": 1}
+
+
+def test_each_phase_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = generator_run(tmp_path, train={"output": str(tmp_path / "output"), "phases": PHASES})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["plan", str(tmp_path / "run.yaml"), "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert list(phases) == ["speak", "draw"]
+    backwards = {name: {s["module"]: s["backward_s"] for s in own["stages"]} for name, own in phases.items()}
+    # The generator's weights have gradients in the second phase only, and half as many images.
+    assert backwards["draw"]["image"] > 0.5 * backwards["speak"]["image"]
+    assert main(["plan", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "plan.json")]) == 2
+    assert "--out: a file is of one plan; add --set train.only_phase=NAME" in capsys.readouterr().err

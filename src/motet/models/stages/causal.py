@@ -165,6 +165,10 @@ class CausalStage(nn.Module):
         """Returns the width of a layer's input: hidden states, and what else blocks read."""
         return self.hidden_size if self._handover is None else self._handover.forms.width(layer - 1)
 
+    def crosses_alone(self, layer: int) -> bool:
+        """Whether hidden states are all that crosses the border before a layer."""
+        return self._handover is None or not self._handover.forms.crossing(layer - 1)
+
     @property
     def exchanges_heads(self) -> bool:
         """Whether blocks of one stage read what heads of another's have made: keys and values (Gemma 4)."""

@@ -45,7 +45,9 @@ from motet.parallel.context_sequence import (
     num_rows,
     set_attention,
 )
+from motet.parallel.sequence_parallel import hand_on_shares
 from motet.parallel.tensor_collectives import reduce_from_group, scale_gradient
+from motet.parallel.tensor_parallel import tensor_parallel_layout
 from motet.plan import ContextOptions, LayerRange
 
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
@@ -95,6 +97,7 @@ class LanguageModelStage(CausalStage):
         self._windows = {self._rules[block].window for block in self.own_blocks}
         """Sliding windows of the stage's blocks."""
         self._context: ContextParallel | None = None
+        self._takes_share = False
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
             self.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=alone))
@@ -132,6 +135,19 @@ class LanguageModelStage(CausalStage):
         if self._context is not None:
             return 1, num_rows(self._documents(samples), self._rules, self._context)
         return layout_of(samples, self.name, packed=self.packing).shape
+
+    def can_hand_on_shares(self, border: int) -> bool:
+        """Whether each rank of a tensor-parallel group may get its share of the rows of a layer's input alone. All
+        stages of a model answer alike."""
+        return not self.cross_attends and self.crosses_alone(border)
+
+    def hand_on_shares(self, *, takes_share: bool, gives_share: bool) -> None:
+        """Under sequence parallelism, makes the stage take, or output, this rank's share of the rows."""
+        layout = tensor_parallel_layout(self)
+        assert layout is not None
+        assert layout.running is not None
+        hand_on_shares(layout.running, takes_share=takes_share, gives_share=gives_share)
+        self._takes_share = takes_share
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
@@ -212,6 +228,8 @@ class LanguageModelStage(CausalStage):
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
         lengths = sequences.length_of_token()
         num_calls = 0 if context is None else context.num_calls
+        if self._takes_share and self._handover is not None:
+            self._handover.whole_length = self._rows_and_columns(inputs.samples)[1]
         made = self.run_layers(
             self._token_ids(inputs, sequences, context),
             inputs.hidden,
@@ -225,7 +243,7 @@ class LanguageModelStage(CausalStage):
 
     def _token_ids(self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if inputs.hidden is not None:
-            return torch.zeros(inputs.hidden.shape[:-1], dtype=torch.long, device=inputs.hidden.device)
+            return torch.zeros(self._rows_and_columns(inputs.samples), dtype=torch.long, device=inputs.hidden.device)
         if context is None:
             return token_ids(inputs.features, sequences)
         return torch.cat([f["input_ids"] for f in inputs.features])[context.tokens][None]

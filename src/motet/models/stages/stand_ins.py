@@ -17,6 +17,7 @@ from motet.errors import UserError
 from motet.families.block_values import BlockValues, arguments, block_values, hidden_key, put_at, value_at
 from motet.families.discovery import CausalPaths, causal_layer_parts, num_causal_layers
 from motet.families.meta_run import run_for_shapes
+from motet.parallel.sequence_parallel import note_length
 
 
 class LeftForward(Exception):
@@ -35,6 +36,9 @@ class Handover:
     forms: BlockValues
     received: Tensor | None = None
     """Hidden states from the stage before; None: they have been put in, or there are none."""
+    whole_length: int | None = None
+    """Columns of the whole hidden states, where each tensor-parallel rank receives its share of them; None: they are
+    received whole."""
     is_passed_on: bool = False
     """Whether a stand-in has returned them, so that they come to the stage's blocks by themselves, with what the model
     adds between blocks (deepstack)."""
@@ -47,6 +51,8 @@ class Handover:
         self.received, self.hidden, self.values, self.is_passed_on = None, None, {}, False
         if packed is not None:
             self.received, self.values = self.forms.unpack(self.own.start, packed)
+            if self.whole_length is not None:
+                note_length(self.received, self.whole_length)
 
     def read(self, block: int, found: MutableMapping[Any, Any]) -> None:
         """Puts known values into a block's arguments, and takes from them those that are not known yet."""

@@ -181,7 +181,9 @@ class _Estimate:
         self.trained = np.array(stage_costs(self.estimator.num_trainable(name, tp=self.tp), stages))
         self.static = np.array(stage_costs(self.estimator.static_bytes(name, self.tp), stages))
         self.graph_bytes = max(stage_costs(self.estimator.saved_bytes_of_load(name, self.load, tp=self.tp), stages))
-        self.boundary_bytes = self.estimator.boundary_bytes(name, stages[0][1], self.load) if self.pp > 1 else 0.0
+        self.boundary_bytes = 0.0
+        if self.pp > 1:
+            self.boundary_bytes = self.estimator.boundary_bytes(name, stages[0][1], self.load, saved=True)
 
     def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
         """A microbatch's forward and backward on the slowest stage."""

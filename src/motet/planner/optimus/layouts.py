@@ -214,7 +214,8 @@ class LlmSide:
         if layout.pp == 1:
             return 0.0
         estimator = problem.estimator
-        num_bytes = estimator.boundary_bytes(name, 1, estimator.typical_load(name, layout.dp))
+        load = estimator.typical_load(name, layout.dp)
+        num_bytes = estimator.boundary_bytes(name, 1, load, num_row_shares=tp)
         return estimator.link(0, tp).seconds(num_bytes)
 
     def _collectives(self) -> tuple[float, float]:
