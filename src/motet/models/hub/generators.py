@@ -44,7 +44,7 @@ class GeneratorDescription:
     num_queries: int | None
     placeholder_token_id: int
     spectrogram: SpectrogramConfig | None
-    """Of a generator of sounds."""
+    """How sounds are seen; None: it makes images."""
     autoencoder: AutoencoderConfig | None
 
     @property

@@ -153,7 +153,7 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
 
 
 class _NoStates:
-    """Of a run that begins with the weights alone."""
+    """The optimizer of a run that begins with the weights alone."""
 
     def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
         return {}
