@@ -49,8 +49,8 @@ BUGS = (
     ),
     Bug(
         "rows that routes bring are swapped",
-        "incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))",
-        "incoming[source] = (tokens if order is None else tokens.index_select(0, order.to(tokens.device))).flip(0)",
+        "tokens if order is None else tokens.index_select(0, to_device(order, tokens.device))",
+        "(tokens if order is None else tokens.index_select(0, to_device(order, tokens.device))).flip(0)",
         ("test_engine",),
         "two_encoders and 1f1b",
     ),
