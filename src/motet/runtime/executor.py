@@ -19,7 +19,7 @@ from motet.models.stages.stage import Batch
 from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
 from motet.parallel.tensor_collectives import rows_of_share
-from motet.plan import Stage
+from motet.plan import Stage, places
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.messages import LocalProgram, Mailbox
@@ -202,7 +202,7 @@ class Executor:
             tensor = _rows_of_piece(self._mailbox.use(message.value), piece)
             if num_shares > 1:
                 end = self._routes.stage(route.source if message.gradient else route.target)
-                tensor = rows_of_share(tensor, end.ranks.index(message.receiver) % num_shares, num_shares)
+                tensor = rows_of_share(tensor, places(end.ranks).index(message.receiver) % num_shares, num_shares)
             if tensor.numel() or not here.rows.is_resharded(route):
                 self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
             return
