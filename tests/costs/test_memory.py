@@ -137,8 +137,7 @@ def test_a_head_keeps_its_logits(dtype):
     (head,) = workload.layers[slice(*layers)]
     options, gradients = OPTIONS[dtype], {"input_gradient": True, "weight_gradient": True}
     predicted = saved_layer_bytes(head, load, **gradients, recompute=False, tp_size=1, options=options)
-    normalized = 2 * 48 * 64 * 4  # What this model's norm keeps beside its input.
-    assert predicted + normalized == pytest.approx(second, rel=0.01)
+    assert predicted == pytest.approx(second, rel=0.01)
     assert predicted > 80 * 2048 * options.computed_bytes
     assert first - second == cast_weight_bytes(head, tp_size=1, options=options)
 

@@ -285,9 +285,9 @@ def half_saved_layer_bytes(
 
 
 def _inputs(layer: LayerShape, options: MemoryOptions) -> Sequence[Linear]:
-    """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except under
-    autocast, where each makes its own copy. Of linears with adapters it is the adapters that save it."""
-    if options.autocast_bytes is not None:
+    """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except a
+    projector's, which follow one another, and under autocast, where each makes its own copy. Of linears with adapters it is the adapters that save it."""
+    if options.autocast_bytes is not None or layer.part == "projector":
         return layer.trained_linears
     groups = groupby(layer.trained_linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
     return [next(members) for _, members in groups]

@@ -136,7 +136,7 @@ def _walker_digest() -> str:
     """Digest of the source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
     files = [
-        *(rooms / "families").glob("*.py"),
+        *(rooms / "families").rglob("*.py"),
         *(rooms / "shapes").glob("*.py"),
         rooms / "parallel" / "tensor_cuts.py",
     ]
