@@ -87,9 +87,7 @@ def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> Chain
             for tp in tps
         },
         static_bytes={tp * cp: estimator.static_bytes(name, tp, dp, cp=cp, fully_sharded=sharded) for tp in tps},
-        saved_bytes={
-            tp * cp: estimator.saved_bytes(name, tp, dp, cp=cp, packed=packed, fully_sharded=sharded) for tp in tps
-        },
+        saved_bytes={tp * cp: estimator.saved_bytes(name, tp, dp, cp=cp, packed=packed) for tp in tps},
         fixed_bytes={tp * cp: estimator.gathered_block_bytes(name, tp, cp) for tp in tps} if sharded else None,
         cut_s=_cut_seconds(problem, name, sharing),
         cp_size=cp,
