@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from distributed import run_distributed
 from one_process import verify
 from scenario import Scenario
 from torch import nn
 from training import Layout, run_config, stored_tensors, train
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.runtime.training.master_weights import MASTER, MasterAdamW
@@ -72,3 +74,89 @@ def test_checkpoints_hold_masters(tmp_path: Path) -> None:
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, right[name]), name
     assert any(not torch.equal(t, t.bfloat16().float()) for name, t in left.items() if name.startswith("model/"))
+
+
+LLAMA = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "attn_implementation": "sdpa",
+}
+NUM_TOKENS = 48
+
+
+def make_llama(seed: int, kind: str) -> LlamaForCausalLM:
+    """Of one value in every dtype."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).bfloat16()
+    return model.to({"float64": torch.float64, "autocast": torch.float32, "bfloat16": torch.bfloat16}[kind])
+
+
+def losses_of_30_steps(seed: int, kind: str) -> list[float]:
+    model = make_llama(seed, kind)
+    keep_main_gradients(model.parameters())
+    optimizer_class = MasterAdamW if kind == "bfloat16" else torch.optim.AdamW
+    optimizer = optimizer_class(model.parameters(), lr=3e-4, weight_decay=0.0)
+    data = torch.randint(0, 128, (8, 1, NUM_TOKENS), generator=torch.Generator().manual_seed(seed + 100))
+    losses = []
+    for _ in range(30):
+        total = 0.0
+        for ids in data:
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            wide = logits if kind == "float64" else logits.float()
+            loss = nn.functional.cross_entropy(wide, ids[0, 1:], reduction="sum") / (8 * (NUM_TOKENS - 1))
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.campaign
+def test_30_steps_are_as_near_to_float64_as_under_autocast() -> None:
+    errors = {"autocast": 0.0, "bfloat16": 0.0}
+    for seed in range(3):
+        exact = losses_of_30_steps(seed, "float64")
+        of_seed = {}
+        for kind in errors:
+            losses = losses_of_30_steps(seed, kind)
+            of_seed[kind] = sum(abs(a - b) for a, b in zip(losses, exact, strict=True)) / len(exact)
+            errors[kind] += of_seed[kind] / 3
+        print(f"seed {seed}: mean error of the loss {of_seed}")
+    print(f"three seeds: {errors}")
+    assert errors["bfloat16"] <= 1.2 * errors["autocast"]
+
+
+def saved_bytes(kind: str) -> int:
+    """What autograd keeps of two blocks' forward, parameters and casts of weights left out."""
+    model = make_llama(0, kind)
+    weights = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tuple(tensor.shape) not in weights:
+            kept.setdefault(storage.data_ptr(), tensor)
+        return tensor
+
+    x = torch.randn(1, 200, 128).to(next(model.parameters()).dtype).requires_grad_()
+    positions = torch.arange(200)[None]
+    rotary = model.model.rotary_emb(x, positions)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+        hidden = x
+        for block in model.model.layers[1:3]:
+            hidden = block(hidden, position_embeddings=rotary, position_ids=positions, attention_mask=None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_saved_activations_are_two_thirds_of_autocasts() -> None:
+    ratio = saved_bytes("bfloat16") / saved_bytes("autocast")
+    print(f"saved activations: {ratio:.3f} of those under autocast")
+    assert ratio <= 0.65
