@@ -133,7 +133,7 @@ def _node(
     if isinstance(part, EncoderConfig | TowerConfig):
         return _encoder_node(name, graph, build, dtype)
     if isinstance(part, ContrastiveConfig):
-        loss = initial_loss(config.model).to(dtype)
+        loss = initial_loss(config.model).to(torch.promote_types(dtype, torch.float32))
         _set_trainable(loss, part.train)
         return LossNode(name=name, loss_weight=loss_weight, loss=loss, pairs=graph.compared, width=graph.feature_size)
     if isinstance(part, DecoderConfig):

@@ -183,7 +183,8 @@ def tensors_to_save(model: LocalModel, optimizer: OptimizerStates) -> Iterator[t
     for p in model.parameters:
         if not p.is_kept:
             continue
-        if not (optimizer.keeps_masters and p.parameter.requires_grad):
+        has_master = optimizer.keeps_masters and p.parameter.requires_grad and _written_dtype(p) != p.parameter.dtype
+        if not has_master:
             full = p.gather(p.parameter).to(_written_dtype(p))
             if p.is_written:
                 yield MODEL + p.name, full

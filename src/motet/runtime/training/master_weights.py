@@ -29,7 +29,7 @@ def new_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """Gradients are float32."""
+    """Gradients are float32. A parameter in float32 (a contrastive loss's scale) is its own master."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -40,7 +40,7 @@ class MasterAdamW(torch.optim.AdamW):
                 if not self.state[parameter]:
                     self.state[parameter].update(new_state(parameter))
             states = [self.state[parameter] for parameter in members]
-            masters = [state[MASTER] for state in states]
+            masters = [state.get(MASTER, parameter) for parameter, state in zip(members, states, strict=True)]
             beta1, beta2 = group["betas"]
             adamw(
                 masters,
@@ -59,4 +59,6 @@ class MasterAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-            torch._foreach_copy_(members, masters)
+            for parameter, master in zip(members, masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)

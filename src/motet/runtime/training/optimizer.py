@@ -219,7 +219,8 @@ def _adamw(
     # One call for each group, or one for each operation, instead of a dozen small ones per parameter.
     implementation = "foreach" if config.is_exact else "fused"
     options: dict[str, object] = {"betas": config.betas, "eps": config.eps, implementation: True}
-    optimizer_class = MasterAdamW if members[0].parameter.dtype in HALF_DTYPES else torch.optim.AdamW
+    is_half = any(member.parameter.dtype in HALF_DTYPES for member in members)
+    optimizer_class = MasterAdamW if is_half else torch.optim.AdamW
     if group is None:
         return optimizer_class(param_groups, **options)  # type: ignore[arg-type]
     make: Callable[..., torch.optim.Optimizer] = ZeroRedundancyOptimizer
