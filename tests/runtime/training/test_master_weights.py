@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.runtime.training.master_weights import MASTER, MasterAdamW
 
-TP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"tp": 2, "dp": 2}}
+DP2: Layout = {"vision": {}, "audio": {}, "language_model": {"dp": 2}}
 
 
 def test_masters_are_what_float32_gradients_make_of_them() -> None:
@@ -61,7 +61,7 @@ def test_gradients_are_as_near_to_float64_as_those_of_plain_bfloat16() -> None:
 def test_checkpoints_hold_masters(tmp_path: Path) -> None:
     """Training goes on to the bit, under ZeRO-1 too, and its checkpoint is read in float32."""
     options = {"train__dtype": "bfloat16", "train__steps": 4, "train__lr_schedule": "constant", "parallel__zero1": True}
-    whole, half = (run_config(tmp_path / name, TP2_DP2, **options) for name in ("whole", "half"))
+    whole, half = (run_config(tmp_path / name, DP2, **options) for name in ("whole", "half"))
     half = half.model_copy(update={"train": half.train.model_copy(update={"steps": 2})})
     (first,) = train(half)
     resumed = half.model_copy(update={"train": half.train.model_copy(update={"steps": 4, "resume": "latest"})})
