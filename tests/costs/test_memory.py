@@ -27,7 +27,6 @@ OPTIONS = {
 def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=1, features=None):
     """Of all different tensors that autograd keeps, parameters left out: of several microbatches one after the other,
     what each brought."""
-    stage.to(getattr(torch, dtype))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     kept, sizes = {}, []
 
@@ -50,11 +49,11 @@ def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=
     return sizes
 
 
-def block_stage(name, recompute=False):
+def block_stage(name, dtype="float32", recompute=False):
     config, model_class = copy.deepcopy(EVERY_MODEL[name])
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    model = model_class(config)
+    model = model_class(config).to(getattr(torch, dtype))
     if name in ("llama", "qwen3", "gemma3", "phi3", "mistral"):
         return LanguageModelStage("m", model, (1, 3), recompute=recompute), [
             Sample("a", {"m": (Segment(96),)}),
@@ -93,7 +92,7 @@ def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False, dty
 @pytest.mark.parametrize("weight_gradient", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_activations(name, weight_gradient, dtype):
-    stage, samples = block_stage(name)
+    stage, samples = block_stage(name, dtype)
     for parameter in stage.parameters():
         parameter.requires_grad_(weight_gradient)
     hidden = torch.randn(stage.input_shape(samples))
@@ -106,7 +105,7 @@ def test_saved_activations(name, weight_gradient, dtype):
 @pytest.mark.parametrize("name", ["llama", "siglip"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recomputed_blocks_keep_their_input_only(name, dtype):
-    stage, samples = block_stage(name, recompute=True)
+    stage, samples = block_stage(name, dtype, recompute=True)
     stage.train()
     hidden = torch.randn(stage.input_shape(samples))
     (measured,) = measured_bytes(stage, hidden, samples, dtype=dtype)
@@ -121,7 +120,7 @@ def test_a_head_keeps_a_float32_for_each_logit(dtype):
     config.vocab_size = 2048
     samples = [Sample(name, {"m": (Segment(48),)}, {"m": 40}) for name in "ab"]
     layers = (3, 4)
-    stage = LanguageModelStage("m", model_class(config), layers)
+    stage = LanguageModelStage("m", model_class(config).to(getattr(torch, dtype)), layers)
     labels = torch.arange(48)
     labels[:8] = -100
     features = [{"input_ids": torch.arange(48), "labels": labels} for _ in samples]

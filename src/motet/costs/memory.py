@@ -27,6 +27,8 @@ RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
 LOGIT_BYTES = 4
 """The loss over a vocabulary is never computed in less than float32."""
+NORM_BYTES = 4
+"""transformers' root-mean-square norms compute in float32."""
 NUM_BUFFERS = 8
 """Number of largest messages for which schedules under a memory limit leave room. The messages that a rank holds are
 known only when the schedule is. In plans simulated so far there were six at most."""
@@ -150,9 +152,11 @@ def saved_layer_bytes(
     if recompute and layer.part == "block" and layer.runs:
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
     trains_own = weight_gradient and not layer.num_adapter_parameters()
-    vectors = layer.saved_vectors + trains_own * layer.saved_vectors_for_weights
-    kept = tokens * layer.hidden_size * vectors / shared
-    computed = 0.0
+    # Root-mean-square norms compute in float32, and keep their input so.
+    num_wide = min(layer.saved_vectors, layer.saved_vectors_for_weights)
+    vectors = layer.saved_vectors - num_wide + trains_own * layer.saved_vectors_for_weights
+    computed = tokens * layer.hidden_size * vectors / shared
+    wide = tokens * layer.hidden_size * num_wide / shared
     if weight_gradient:
         for linear in _inputs(layer):
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
@@ -164,19 +168,18 @@ def saved_layer_bytes(
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
         computed += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
-            kept += heads * attention.head_dim / tp_size
+            wide += heads * attention.head_dim / tp_size
             computed += trains_own * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
         width = last.rows_per_token * last.in_features / last.kernel_area
         computed += tokens * width * (3 if layer.gated else 1) / tp_size
-    return round((kept + computed) * options.activation_bytes) + _logit_bytes(
-        layer, load, tp_size=tp_size, options=options
-    )
+    norms = round(wide * max(NORM_BYTES, options.activation_bytes))
+    return round(computed * options.activation_bytes) + norms + _logit_bytes(layer, load, tp_size, options)
 
 
-def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
+def _logit_bytes(layer: LayerShape, load: Load, tp_size: int, options: MemoryOptions) -> int:
     """The probabilities over a vocabulary, which the loss saves."""
     if layer.part != "head":
         return 0
