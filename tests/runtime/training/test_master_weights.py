@@ -60,7 +60,13 @@ def test_gradients_are_as_near_to_float64_as_those_of_plain_bfloat16() -> None:
 
 def test_checkpoints_hold_masters(tmp_path: Path) -> None:
     """Training goes on to the bit, under ZeRO-1 too, and its checkpoint is read in float32."""
-    options = {"train__dtype": "bfloat16", "train__steps": 4, "train__lr_schedule": "constant", "parallel__zero1": True}
+    options = {
+        "train__dtype": "bfloat16",
+        "train__steps": 4,
+        "train__checkpoint_every": 2,
+        "train__lr_schedule": "constant",
+        "parallel__zero1": True,
+    }
     whole, half = (run_config(tmp_path / name, DP2, **options) for name in ("whole", "half"))
     half = half.model_copy(update={"train": half.train.model_copy(update={"steps": 2})})
     (first,) = train(half)
