@@ -26,6 +26,7 @@ from motet.balancing.disttrain import reordered_assignment
 from motet.balancing.entrain import (
     ReplicaRule,
     by_encoder_then_llm,
+    defer,
     deferring_assignment,
     evenly_on_both,
     plan_deferrals,
@@ -75,7 +76,7 @@ def _deferred(
     plan: Plan, batch: Batch, work: Works, *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
 ) -> Cut:
     totals = {name: each.total_s for name, each in work.items()}
-    deferrals = plan_deferrals(plan, totals, replica_rule=replica_rule, fewer=fewer)
+    deferrals = plan_deferrals(plan, totals, replica_rule=replica_rule, rule=partial(defer, fewer=fewer))
     assignment = deferring_assignment(plan, batch.problem.samples, deferrals, totals)
     return assignment, {**assignment.microbatches, "vision": [each.encoder for each in deferrals]}
 

@@ -121,12 +121,12 @@ def read(folder: Path, num_images: int = 100, guidance: float = 2.0) -> float:
 
 
 def drawer(export: Path):
-    """The function `draw` of the README that is exported with the model: plain transformers, diffusers and torch."""
+    """The function `draw_image` of the exported README: plain transformers, diffusers and torch."""
     text = (export / "README.md").read_text()
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(re.sub(r'(from_pretrained|load_file)\("', rf'\1("{export}/', code), names)
-    return names["draw"]
+    return names["draw_image"]
 
 
 if __name__ == "__main__":

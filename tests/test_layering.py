@@ -13,6 +13,7 @@ ROOMS = (
     "addresses",
     "environment",
     "optional_packages",
+    "devices",
     "timeline",
     "strict_parsing",
     "plan",

@@ -34,8 +34,8 @@ that plans is called `make_plan` because `motet.plan` is the module of `Plan`.
 
 GROUPS = {
     "Run files": (
-        "profile", "make_plan", "simulate", "verify", "train", "export_checkpoint", "Prediction", "Plan", "Timeline",
-        "RunConfig", "load_run_config", "UserError",
+        "profile", "make_plan", "simulate", "verify", "train", "export_checkpoint", "Prediction",
+        "Plan", "Timeline", "RunConfig", "load_run_config", "UserError",
     ),
     "Models in memory": (
         "ModalityModule", "EncoderModule", "register_encoder", "MultimodalModule", "ParallelSpec",

@@ -7,13 +7,13 @@ in one line where the run file or a plan is wrong. torch is imported only by `pr
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.config import RunConfig, load_run_config
+from motet.config import RunConfig, chosen_run, load_run_config, phases_of
 from motet.environment import set_environment
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL, Plan
@@ -119,8 +119,20 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     return replace(tables[0], modules=costs, notes=notes)
 
 
-def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
-    """Lays the model out by the planner that the run file names, and predicts an iteration."""
+def make_plan(
+    run: RunFile,
+    overrides: Sequence[str] = (),
+    *,
+    budget_s: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Prediction:
+    """Lays the model out by the planner that the run file names, and predicts an iteration.
+
+    Args:
+        budget_s: with planner `auto`, seconds after which its search ends with the best plan so far, as it does when
+            interrupted (Ctrl-C).
+        progress: called with a line for every better plan that `auto` finds.
+    """
     config = _config(run, overrides)
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
@@ -129,7 +141,17 @@ def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
 
     problem = read_problem(config)
     started = time.perf_counter()
-    choice = choose(problem, placement=config.parallel.placement) if config.parallel.planner == "auto" else None
+    choice = None
+    if config.parallel.planner == "auto":
+        choice = choose(
+            problem,
+            placement=config.parallel.placement,
+            budget_s=budget_s,
+            interruptible=True,
+            progress=progress or (lambda line: None),
+        )
+    elif budget_s is not None:
+        raise UserError(f"--budget-s: is for parallel.planner auto, not {config.parallel.planner}; leave it out")
     plan = choice.evaluation.plan if choice else plan_for(config, problem)
     planning_time_s = time.perf_counter() - started
     evaluation = choice.evaluation if choice else evaluate(problem, plan)
@@ -197,6 +219,7 @@ def verify(
     problem = read_problem(config)
     plan = read_or_make_plan(plan, config, problem)
     check_same_model(problem, plan)
+    config = _as_planned(config, plan)
     from motet.runtime.launch import launch
     from motet.runtime.verification.worker import verify_worker
 
@@ -221,7 +244,10 @@ def train(
         store: with `train.failures`: the place in etcd where the nodes of this machine agree; None: a process does it.
     """
     set_environment()
-    config = _config(run, overrides)
+    whole = _read(run, overrides)
+    if whole.train.phases and whole.train.only_phase is None:
+        return _train_phases(whole, plan)
+    config = chosen_run(whole)
     from motet.planner.evaluate import evaluate
     from motet.report.plan_report import report_evaluation, report_measured
 
@@ -234,6 +260,7 @@ def train(
     from motet.runtime.verification.feature_check import check_features
 
     check_features(config, plan)
+    config = _as_planned(config, plan)
 
     # Under torchrun, the first rank claims the folder for all.
     claims = os.environ.get("RANK", "0") == "0"
@@ -263,6 +290,33 @@ def train(
     return {**result, "measured": measured, "predicted": predicted, "export": exported}
 
 
+def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
+    """Trains one phase after the other; with `train.resume: latest` without those that are finished. Returns the result
+    of the last one, and of each under `phases`."""
+    if plan is not None:
+        raise UserError("--plan: is of one layout, but each phase is planned; leave it out, or add train.only_phase")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "train.phases: processes of torchrun run one phase; start it for each with --set train.only_phase=NAME"
+        )
+    from motet.runtime.checkpoint.folder import find_checkpoints, step_of
+
+    results: dict[str, Any] = {}
+    phases = phases_of(config)
+    for phase in phases.values():
+        read_problem(phase)  # What is wrong with a later phase is said before the first one is trained.
+    for name, phase in phases.items():
+        there = find_checkpoints(Path(phase.train.output) / "checkpoints")
+        if phase.train.resume == "latest" and there and step_of(there[-1]) >= phase.train.steps:
+            print(f"phase {name}: is finished", file=sys.stderr, flush=True)
+            continue
+        print(f"phase {name}: {phase.train.steps} steps", file=sys.stderr, flush=True)
+        results[name] = train(phase)
+    if not results:
+        raise UserError("train.resume: every phase is finished; give more steps, or leave it out to begin anew")
+    return {**list(results.values())[-1], "phases": results}
+
+
 def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     """Writes a checkpoint of the run as a folder that plain transformers loads: `export` in `train.output`.
 
@@ -286,6 +340,10 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
 
 
 def _config(run: RunFile, overrides: Sequence[str]) -> RunConfig:
+    return chosen_run(_read(run, overrides))
+
+
+def _read(run: RunFile, overrides: Sequence[str]) -> RunConfig:
     if not isinstance(run, RunConfig):
         return load_run_config(run, overrides)
     if overrides:
@@ -314,13 +372,15 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
             raise UserError(f"--plan{path}: is not a text file; motet plan --out writes one") from None
         except ValueError as error:
             raise UserError(f"--plan{path}: {error}") from None
-    if config.parallel.zero1 and config.train.failures is None:
+    if plan.zero1 and config.train.failures is not None:
+        raise UserError(f"--plan{path}: zero1: is true, which train.failures decides itself; set it to false")
+    if (config.parallel.zero1 or plan.zero1) and config.train.failures is None:
         for name, module in plan.modules.items():
             stages = [stage for replica in module.replicas for stage in replica.stages]
             if module.shares_over_replicas or (module.fully_sharded and any(s.cp_size > 1 for s in stages)):
                 raise UserError(
                     f"--plan{path}: modules.{name}.fully_sharded shards the optimizer's state already; set "
-                    "parallel.zero1 to false"
+                    f"{'zero1 of the plan' if plan.zero1 else 'parallel.zero1'} to false"
                 )
     for name, module in plan.modules.items():
         if config.train.failures is not None and module.shares_over_replicas:
@@ -337,6 +397,13 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
         if key in config.parallel.model_fields_set and own != given:
             print(f"--plan{path}: its {key} is {own}; parallel.{key}, {given}, is not read", file=sys.stderr)
     return plan
+
+
+def _as_planned(config: RunConfig, plan: Plan) -> RunConfig:
+    """The run file with what the plan decides instead of it."""
+    if not plan.zero1 or config.parallel.zero1:
+        return config
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero1": True})})
 
 
 # The first global batch of a run, from which it is planned and profiled.

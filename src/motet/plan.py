@@ -165,6 +165,8 @@ class Plan:
     recompute_features: tuple[str, ...] = ()
     """Towers whose forward keeps no graph: the backward runs it again, from the stage's input (DistMM 5.4: batches
     that are too large for the graphs of all microbatches between two batch-syncs)."""
+    zero1: bool = False
+    """The optimizer's state is sharded over the replicas, also where the run file does not say so."""
     version: int = VERSION
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "attention_kernels": "--lengths 64 --heads 2:1 --dim 16 --block 32 --repetitions 1",
     "attention_policies": "--lengths 12000 --ranks 3 --draws 1",
     "auto": "tiny",
+    "auto_by_hand": "nothing",
     "balanced_data": "--data-sets ChartQA --batches 1 --cases 3",
     "chaos": "chaos.jsonl",
     "checkpoints": "--blocks 1 --layers 2 --width 64",

@@ -141,9 +141,12 @@ def test_parameters_gradients_and_moments():
     size = 4 * layer.num_parameters
 
     def static(trainable, num_holders=1, **options):
-        return static_layer_bytes(
+        found = static_layer_bytes(
             layer, trainable=trainable, tp_size=1, num_holders=num_holders, options=MemoryOptions(**options)
         )
+        assert found.weights == size
+        assert found.gradients == (size if trainable else 0)
+        return sum(found)
 
     assert static(False) == size
     assert static(True) == 4 * size

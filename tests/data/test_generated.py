@@ -10,7 +10,8 @@ from generator_run import SD3, generator_config, generator_run
 from PIL import Image
 
 from motet.assignment.sample import Sample, Segment
-from motet.config import RunConfig
+from motet.config import RunConfig, SpectrogramConfig
+from motet.data.generated import log_mel, mel_bands
 from motet.data.run_file import open_data, open_samples
 from motet.errors import UserError
 
@@ -94,9 +95,36 @@ def test_an_image_that_patches_do_not_divide_is_refused(tmp_path: Path) -> None:
         open_data(config).train.sample(0)
 
 
-def test_two_generators_with_queries_are_refused(tmp_path: Path) -> None:
+def test_two_generators_of_images_are_refused(tmp_path: Path) -> None:
     run = generator_run(tmp_path)
     run["model"]["generators"]["other"] = run["model"]["generators"]["image"]
     run["parallel"]["explicit"]["other"] = {}
-    with pytest.raises(ValueError, match="generators: image and other are given, but one can be trained at a time"):
+    with pytest.raises(ValueError, match="generators: image and other both make images, but records name"):
         RunConfig.model_validate_json(json.dumps(run))
+
+
+def test_several_generators_have_queries_of_their_own(tmp_path: Path) -> None:
+    run = generator_run(tmp_path, queries=None, sounds=True, num_devices=5)
+    with pytest.raises(ValueError, match=r"generators\.image\.queries: is null, but of several generators each reads"):
+        RunConfig.model_validate_json(json.dumps(run))
+
+
+def test_spectrograms_show_tones_where_they_sound(tmp_path: Path) -> None:
+    options = SpectrogramConfig(sampling_rate=8000, window=256, hop=80, num_mels=40)
+    seconds = np.arange(4000) / 8000
+    seen = log_mel(0.5 * np.sin(2 * np.pi * 1000 * seconds).astype(np.float32), options, 56)
+    assert seen.shape == (40, 56)
+    peaks = mel_bands(8000, 256, 40).argmax(0) * 8000 / 256
+    assert abs(peaks[seen[:, 25].argmax()] - 1000) < 100
+    # Half of full scale, of which a band holds most: -6 dB and a little more.
+    assert -8 < (seen[:, 25].max() - 1) * 40 < -4
+    assert seen[:, 55].max() == -1  # Silence behind the sound.
+
+
+def test_sounds_are_laid_out_by_their_length(tmp_path: Path) -> None:
+    data = open_data(generator_config(tmp_path, sounds=True, num_devices=5)).train
+    sample = data.sample(3)  # 0.2875 s at 4000 Hz are 11.5 hops: 6 patches of 2 frames.
+    assert sample.layouts["voice"] == (Segment(24, item=0, grid=(4, 6)), Segment(24, item=1, grid=(4, 6)))
+    assert data.features(3, "voice")["latents"].shape == (2 * 8 * 12,)
+    queries = [segment for segment in sample.layouts["language_model"] if segment.target]
+    assert [(segment.target, segment.item) for segment in queries] == [("voice", 0), ("image", 0), ("voice", 1)]

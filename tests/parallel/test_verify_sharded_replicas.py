@@ -148,8 +148,16 @@ def test_training_keeps_a_share_of_everything(dp: int) -> None:
     scenario = replace(SHARED, dp=dp, sharded_replicas=dp, dtype="float32", num_samples=2 * dp)
     plain = replace(scenario, fully_sharded=False, sharded_replicas=1)
     predicted = sum(
-        static_layer_bytes(
-            layer, trainable=True, tp_size=1, num_holders=1, num_shares=dp, fully_sharded=True, options=MemoryOptions()
+        sum(
+            static_layer_bytes(
+                layer,
+                trainable=True,
+                tp_size=1,
+                num_holders=1,
+                num_shares=dp,
+                fully_sharded=True,
+                options=MemoryOptions(),
+            )
         )
         for workload in read_workloads(scenario.config()).values()
         for layer in workload.layers

@@ -115,9 +115,9 @@ def test_where_no_plan_fits_it_takes_the_one_that_an_option_makes_fit():
     assert any(" fits: peak" in line for line in memory_suggestions(named.evaluation))
     chosen = choose(replace(tight, chooses_recompute=True))
     assert chosen.evaluation.fits
-    assert set(chosen.evaluation.plan.recompute) == set(problem.modules)
-    assert chosen.evaluation.iteration_time_s == pytest.approx(chosen.repaired_s)
-    assert "it fits with recomputation" in chosen.why
+    assert set(chosen.evaluation.plan.recompute) <= set(problem.modules)
+    assert chosen.repaired_s is None
+    assert "recomputed" in chosen.why
 
 
 def test_own_layouts_use_all_devices_and_only_schedules_that_are_allowed():

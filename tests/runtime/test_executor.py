@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from nccl_rules import run_under_nccl_rules
+from one_process import Run
 from torch import Tensor
 from toy_model import ToyBatch, ToyStage, reference
 from waiting import wait_until
@@ -22,8 +25,9 @@ from motet.assignment.sample import Sample, Segment
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.runtime import deadline as deadline_module
 from motet.runtime import engine as engine_module
-from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, interrupted_after
+from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, Watchdog, interrupted_after
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import StageMaker
 
@@ -95,6 +99,7 @@ def failures(
     *,
     who: Sequence[int],
     timeout_s: float = TIMEOUT_S,
+    run: Run = run_distributed,
 ) -> list[str]:
     """What these ranks say. Groups are broken afterwards, so it goes by files."""
 
@@ -115,7 +120,7 @@ def failures(
             raise
 
     with suppress(AssertionError):
-        run_distributed(work, plan.num_ranks, last_words_s=30.0)
+        run(work, plan.num_ranks, last_words_s=30.0)
     return [(folder / str(rank)).read_text() for rank in who]
 
 
@@ -139,6 +144,26 @@ def test_a_message_that_does_not_come(tmp_path: Path) -> None:
     first, last = failures(tmp_path, plan, does_not_come(tmp_path, 1, who), who=who)
     assert "rank 0 is at llm[0].0B0 and waits for message llm[0].0:0<-llm[0].1:0 1>0 with rank 1: " in first
     assert "rank 2 is at llm[0].2F0 and waits for message llm[0].1:0->llm[0].2:0 1>2 with rank 1: " in last
+
+
+def test_a_watchdog_ends_waits_that_have_no_limit(tmp_path: Path) -> None:
+    """As on NCCL, whose waits return at once while the device hangs: it aborts the communicators."""
+    plan = plan_of(llm((0,), (1,)))
+    (said,) = failures(tmp_path, plan, does_not_come(tmp_path, 1, (0,)), who=(0,), run=run_under_nccl_rules)
+    assert "rank 0 is at llm[0].0B0 and waits for message llm[0].0:0<-llm[0].1:0 1>0 with rank 1" in said
+    assert "was aborted during" in said
+
+
+def test_a_watchdog_is_quiet_until_the_time_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+    monkeypatch.setattr(deadline_module, "abort_communicators", aborted.set)
+    watchdog = Watchdog(lambda: "rank 7 is late")
+    watchdog.watch_until(time.monotonic() + 1000.0)
+    watchdog.watch_until(float("inf"))
+    assert watchdog.said is None
+    watchdog.watch_until(time.monotonic())
+    assert aborted.wait(20.0)
+    assert watchdog.said == "rank 7 is late; the time of the step is over (train.step_timeout_s)"
 
 
 def test_a_tensor_parallel_member_that_does_not_come(tmp_path: Path) -> None:

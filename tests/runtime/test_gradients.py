@@ -27,7 +27,7 @@ def everyone() -> Portion:
 
 
 def finish(reducer: GradientReducer) -> None:
-    deadline = Deadline(timedelta(seconds=20), torch.device("cpu"))
+    deadline = Deadline(timedelta(seconds=20))
     deadline.start()
     reducer.finish(deadline, "the sum")
 

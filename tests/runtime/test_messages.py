@@ -11,20 +11,22 @@ from torch import Tensor
 from motet.runtime import messages
 from motet.runtime.deadline import Deadline
 from motet.runtime.messages import Carried, LocalProgram, Mailbox
+from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell
 
 CPU = torch.device("cpu")
+LINKS = {Link(*pair, gradient): None for pair in ((0, 1), (1, 0)) for gradient in (False, True)}
 HERE, THERE = Cell("llm", 0, 0, 0), Cell("llm", 0, 1, 0)
 
 
 def mailbox(
     uses: Mapping[Carried, int] | None = None, tags: Mapping[Message, int] | None = None, rank: int = 0
 ) -> Mailbox:
-    deadline = Deadline(timedelta(seconds=10), CPU)
+    deadline = Deadline(timedelta(seconds=10))
     deadline.start()
-    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset(), frozenset()), deadline)
+    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset(), frozenset()), deadline, LINKS)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:

@@ -17,8 +17,9 @@ from motet.parallel.mesh import build_mesh
 from motet.plan import Edge, Plan
 from motet.runtime import preflight
 from motet.runtime.deadline import StepFailedError
-from motet.runtime.preflight import check_memory, device_memory_bytes, plan_links, try_links
+from motet.runtime.preflight import check_memory, device_memory_bytes, open_communicators
 from motet.runtime.training.worker import train_worker
+from motet.schedule.communicators import Link, plan_links
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower
@@ -26,12 +27,16 @@ from motet.schedule.lower import Message, lower
 CPU = torch.device("cpu")
 
 
+def links_of(forward: set[tuple[int, int]], back: set[tuple[int, int]]) -> list[Link]:
+    return sorted({Link(*pair, False) for pair in forward} | {Link(*pair, True) for pair in back})
+
+
 def test_links_of_a_plan() -> None:
     """Forward ones, and back only where a gradient goes."""
     plan = vision_audio_llm(2, vision_trainable=((1, 2),))
     forward = {(0, 1), (1, 3), (2, 3), (3, 4), (4, 5)}
     back = {(3, 1), (3, 2), (4, 3), (5, 4)}
-    assert plan_links(plan) == sorted(forward | back)
+    assert plan_links(plan) == links_of(forward, back)
 
 
 def test_no_batch_uses_another_link() -> None:
@@ -47,7 +52,7 @@ def test_no_batch_uses_another_link() -> None:
     for lacking in ({}, {0: ["vision"]}, {0: ["vision"], 1: ["vision"], 3: ["vision"]}):
         routes = routes_of(plan, samples(5, ["vision", "llm"], lacking))
         program = lower(GENERATORS["1f1b"](routes), Dependencies(routes))
-        used = {(step.sender, step.receiver) for step in program.steps if isinstance(step, Message)}
+        used = {Link(step.sender, step.receiver, step.gradient) for step in program.steps if isinstance(step, Message)}
         assert used
         assert used <= links
 
@@ -61,7 +66,7 @@ def test_every_replica_of_a_share_may_meet_every_other() -> None:
         num_microbatches=1,
     )
     forward = {(0, 4), (1, 4), (2, 5), (3, 5)}
-    assert plan_links(plan) == sorted(forward | {(b, a) for a, b in forward})
+    assert plan_links(plan) == links_of(forward, {(b, a) for a, b in forward})
     three = replace(plan, modules={**plan.modules, "llm": language_model(*llms, replica(6))})
     assert len(plan_links(three)) == 2 * 4 * 3
 
@@ -71,7 +76,7 @@ def test_every_link_and_group_is_tried() -> None:
     plan = Plan(modules={"llm": language_model(replica((0, 1), 2), replica((3, 4), 5))}, edges=(), num_microbatches=1)
 
     def work(rank: int) -> int:
-        return try_links(plan, build_mesh(plan, timedelta(seconds=20)), CPU)
+        return open_communicators(build_mesh(plan, timedelta(seconds=20)), CPU, {})
 
     # Ranks 0 and 3 send to the next stage and receive from it, 1 and 4 only receive from it: the tensor-parallel group
     # holds the activation whole. Then each rank has a sum, and those of the first stage have their group.
@@ -82,10 +87,10 @@ def test_a_link_that_is_down_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = chain(3, 1)
     original = dist.isend
 
-    def isend(tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work | None:
+    def isend(tensor: torch.Tensor, receiver: int, group: None, tag: int) -> dist.Work | None:
         if (dist.get_rank(), receiver) == (1, 2):
             raise RuntimeError("no route to host")
-        return original(tensor, receiver, tag=tag)
+        return original(tensor, receiver, group=group, tag=tag)
 
     monkeypatch.setattr(dist, "isend", isend)
     monkeypatch.setattr(preflight, "LONGEST_TRIAL", timedelta(seconds=1))
@@ -93,7 +98,7 @@ def test_a_link_that_is_down_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     def work(rank: int) -> None:
         mesh = build_mesh(plan, timedelta(seconds=20))
         with pytest.raises(StepFailedError) as failure:
-            try_links(plan, mesh, CPU)
+            open_communicators(mesh, CPU, {})
         (tmp_path / str(rank)).write_text(str(failure.value))
 
     with pytest.raises(AssertionError):  # Connections are broken afterwards.
@@ -110,7 +115,7 @@ def test_a_group_that_does_not_sum_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         mesh = build_mesh(plan, timedelta(seconds=20))
         monkeypatch.setattr(dist, "all_reduce", lambda probe, group: None)
         with pytest.raises(StepFailedError) as failure:
-            try_links(plan, mesh, CPU)
+            open_communicators(mesh, CPU, {})
         return str(failure.value)
 
     assert run_distributed(work, 2) == [

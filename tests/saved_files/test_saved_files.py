@@ -49,8 +49,10 @@ def test_predictions_are_the_same(
         assert now[key] == pytest.approx(corrected.get(key, then[key]), rel=1e-12, abs=1e-15), key
         is_chosen = COMMANDS[folder, name][0] == "plan"  # By what layers take, where a planner has a choice.
         if now["costs"]["source"] != "analytic" or (key == "peak_memory_bytes" and not is_chosen):
-            # Shapes that were a little wrong, and tiny models in which that shows: see the changelog.
-            assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED), key
+            # Shapes that were a little wrong, and tiny models in which that shows: see the changelog. Where a rank
+            # holds next to nothing, messages, which have become smaller, are most of it.
+            little = 0.002 * max(then[key]) if key == "peak_memory_bytes" else 0.0
+            assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED, abs=little), key
     assert now["schedule"] == then["schedule"]
     assert now["num_devices"] == then["num_devices"]
 

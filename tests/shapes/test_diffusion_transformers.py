@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from generator_run import PIXART, SD3, WIDTH
+from generator_run import PIXART, SANA, SD3, WIDTH
 
 from motet.errors import UserError
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, diffusion_class
@@ -34,8 +34,10 @@ def test_defaults_are_those_of_diffusers(name: str) -> None:
         workload_of(SD3, qk_norm="rms_norm"),
         workload_of(PIXART),
         workload_of(PIXART, attention_bias=False),
+        workload_of(SANA),
+        workload_of(SANA, attention_bias=True),
     ],
-    ids=["SD3", "SD3 with norms", "PixArt", "PixArt without biases"],
+    ids=["SD3", "SD3 with norms", "PixArt", "PixArt without biases", "Sana", "Sana with biases"],
 )
 def test_each_layer_has_the_parameters_of_the_stage(shape: ModuleWorkload) -> None:
     model = diffusion_class(shape.family).from_config(
@@ -76,6 +78,8 @@ def test_every_family_has_a_shape() -> None:
         (SD3, {"dual_attention_layers": [0]}, r"values\.dual_attention_layers: is not supported"),
         (PIXART, {"caption_channels": None}, r"values\.caption_channels: is missing"),
         (PIXART, {"cross_attention_dim": 8}, r"values\.cross_attention_dim: is 8, .* give 16"),
+        (SANA, {"cross_attention_dim": 8}, r"values\.cross_attention_dim: is 8, .* give 16"),
+        (SANA, {"qk_norm": "rms_norm_across_heads"}, r"values\.qk_norm: is not supported"),
         (PIXART, {"sample_size": 128}, r"values\.use_additional_conditions: is true"),
     ],
 )

@@ -21,13 +21,19 @@ import torch.distributed as dist
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0, last_words_s: float = 0.5
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 300.0,
+    last_words_s: float = 0.5,
+    backend: str = "gloo",
+    before: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
-    """Calls `fn(rank, *args)` in `world_size` processes of one gloo group and returns their results in rank order.
+    """Calls `fn(rank, *args)` in `world_size` processes of one group and returns their results in rank order.
 
     Results are pickled: return numbers, strings, numpy arrays or CPU tensors. Raises `AssertionError` with the
     traceback of the first rank that failed, `TimeoutError` after `timeout` seconds; no process outlives the call.
-    `last_words_s`: for others to fail, too, once one has.
+    `last_words_s`: for others to fail, too, once one has. `before`: called in each process before it joins the group.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +41,9 @@ def run_distributed(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             worker = context.Process(
-                target=_work, args=(fn, rank, world_size, args, folder, timeout, sender), daemon=True
+                target=_work,
+                args=(fn, rank, world_size, args, folder, timeout, sender, backend, before),
+                daemon=True,
             )
             worker.start()
             sender.close()
@@ -91,12 +99,15 @@ def _work(
     folder: str,
     timeout: float,
     sender: Connection,
+    backend: str,
+    before: Callable[[], Any],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
+        before()
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,

@@ -1,14 +1,16 @@
 """Run files of a tiny SigLIP, a tiny Llama and a tiny diffusion transformer, with conversations in which to draw."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from PIL import Image
-from transformers import SiglipImageProcessor
+from transformers import SiglipImageProcessor, WhisperFeatureExtractor
 
 from motet.config import RunConfig
 from motet.data.chat import word_level_tokenizer
@@ -47,6 +49,22 @@ PIXART = {
         "caption_channels": 20,
     },
 }
+SANA = {
+    "config": "SanaTransformer2DModel",
+    "values": {
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 1,
+        "out_channels": 1,
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "num_cross_attention_heads": 3,
+        "cross_attention_head_dim": 4,
+        "cross_attention_dim": 16,
+        "caption_channels": 20,
+    },
+}
 VISION = {
     "config": "SiglipVisionConfig",
     "values": {
@@ -70,45 +88,76 @@ LANGUAGE_MODEL = {
         "vocab_size": 48,
     },
 }
+AUDIO = {
+    "config": "WhisperConfig",
+    "values": {
+        "d_model": 16,
+        "encoder_ffn_dim": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+    },
+}
+VOICE = {
+    **PIXART,
+    "spectrogram": {"sampling_rate": 4000, "window": 200, "hop": 100, "num_mels": 8},
+    "queries": 2,
+    "objective": "v",
+    "null_condition": 0.2,
+    "loss_weight": 0.5,
+}
 KINDS = (
-    ("draw 1", "Here is {} .", 1, 0),
-    ("see <image> and draw 2", "It is 3 and here is {} .", 1, 1),
-    ("what is <image> ?", "It is 4 .", 0, 1),
-    ("draw 5 and 6", "Here is {} and {} .", 2, 0),
-    ("what is 7 ?", "It is 8 .", 0, 0),
+    ("draw 1", "Here is <generate> ."),
+    ("see <image> and draw 2", "It is 3 and here is <generate> ."),
+    ("what is <image> ?", "It is 4 ."),
+    ("draw 5 and 6", "Here is <generate> and <generate> ."),
+    ("what is 7 ?", "It is 8 ."),
 )
-"""Question, answer, images to draw, images to see."""
+"""Question and answer, with images to see and to draw."""
+ONE_EACH = tuple(kind for kind in KINDS if kind[1].count("<generate>") < 2)
+SOUNDING = (
+    ("say 1", "Here is <generate_audio> ."),
+    ("see <image> and hear <audio>", "It is <generate> and <generate_audio> ."),
+    ("what is <audio> ?", "It is 4 ."),
+    ("draw 5 and say 6 and 7", "<generate_audio> Here is <generate> and <generate_audio> ."),
+    ("hear <audio> and draw 2", "here is <generate> ."),
+)
+"""Likewise, with sounds to hear and to make."""
 
 
-ONE_EACH = tuple(kind for kind in KINDS if kind[2] < 2)
-
-
-def write_drawings(folder: Path, num_samples: int = 8, *, kinds: Sequence[tuple[str, str, int, int]] = KINDS) -> Path:
-    """Samples with one image to draw, with two, and with none; of two sizes."""
+def write_drawings(folder: Path, num_samples: int = 8, *, kinds: Sequence[tuple[str, str]] = KINDS) -> Path:
+    """Samples with one item to make, with two, and with none; of two sizes."""
     random = np.random.default_rng(0)
     records, texts = [], []
     for i in range(num_samples):
-        question, answer, num_drawn, num_seen = kinds[i % len(kinds)]
+        turns = kinds[i % len(kinds)]
         record: dict[str, Any] = {"id": f"s{i}"}
-        for key, number, size in (("generate", num_drawn, (8, 8 + 4 * (i % 2))), ("image", num_seen, (16, 16))):
+        for key, size in (("generate", (8, 8 + 4 * (i % 2))), ("image", (16, 16))):
+            number = " ".join(turns).count(f"<{key}>")
             for k in range(number):
                 pixels = random.integers(0, 255, (*size, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{key}_{i}_{k}.png")
             if number:
                 record[key] = [f"{key}_{i}_{k}.png" for k in range(number)]
-        turns = [question, answer.format(*["<generate>"] * num_drawn)]
+        for key in ("generate_audio", "audio"):
+            names = [f"{key}_{i}_{k}.wav" for k in range(" ".join(turns).count(f"<{key}>"))]
+            for name in names:
+                soundfile.write(folder / name, 0.1 * random.standard_normal(3000 + 1600 * (i % 2)), 16_000)
+            if names:
+                record[key] = names
         texts += turns
         record["conversations"] = [
             {"from": who, "value": text} for who, text in zip(("human", "gpt"), turns, strict=True)
         ]
         records.append(record)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
-    plain = [text.replace("<image>", "").replace("<generate>", "") for text in texts]
-    tokenizer = word_level_tokenizer(plain)
-    tokenizer.add_tokens(["<generate>"], special_tokens=True)
+    tokenizer = word_level_tokenizer([re.sub("<[a-z_]+>", "", text) for text in texts])
+    tokenizer.add_tokens(["<generate>", "<generate_audio>"], special_tokens=True)
     tokenizer.save_pretrained(folder / "tokenizer")
     processor = SiglipImageProcessor(size={"height": 16, "width": 16})
     processor.save_pretrained(folder / "vision")
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder / "audio")
     return folder / "data.jsonl"
 
 
@@ -122,8 +171,9 @@ def generator_run(
     train: dict[str, Any] | None = None,
     language_model: dict[str, Any] = LANGUAGE_MODEL,
     explicit: dict[str, Any] | None = None,
-    kinds: Sequence[tuple[str, str, int, int]] = KINDS,
+    kinds: Sequence[tuple[str, str]] = KINDS,
     held_out: bool = False,
+    sounds: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
@@ -131,27 +181,36 @@ def generator_run(
     Args:
         frozen: by module, its `train` section.
         kinds: of the samples.
+        sounds: whether an encoder of sounds and a generator of sounds are there too.
         options: of the generator.
     """
     if not (folder / "data.jsonl").exists():
-        write_drawings(folder, kinds=kinds)
+        write_drawings(folder, kinds=SOUNDING if sounds else kinds)
     frozen = frozen or {}
-    own = {name: {"train": frozen[name]} if name in frozen else {} for name in ("vision", "language_model", "image")}
+    names = ("vision", *(["audio"] if sounds else []), "language_model", "image", *(["voice"] if sounds else []))
+    own = {name: {"train": frozen[name]} if name in frozen else {} for name in names}
     layout = {name: (explicit or {}).get(name, {}) for name in own}
     return {
         "model": {
-            "encoders": {"vision": {**VISION, **own["vision"]}},
+            "encoders": {
+                "vision": {**VISION, **own["vision"]},
+                **({"audio": {**AUDIO, **own["audio"]}} if sounds else {}),
+            },
             "language_model": {**language_model, **own["language_model"]},
-            "generators": {"image": {**generator, "queries": 3, "null_condition": 0.3, **options, **own["image"]}},
+            "generators": {
+                "image": {**generator, "queries": 3, "null_condition": 0.3, **options, **own["image"]},
+                **({"voice": {**VOICE, **own["voice"]}} if sounds else {}),
+            },
         },
         "data": {
             "kind": "conversations",
             "files": [str(folder / "data.jsonl")],
             **({"eval_files": [str(folder / "data.jsonl")]} if held_out else {}),
             "image_folder": str(folder),
+            "audio_folder": str(folder),
             "tokenizer": str(folder / "tokenizer"),
             "workers": 0,  # The ranks of a test are daemons, which may have no children.
-            "processors": {"vision": str(folder / "vision")},
+            "processors": {name: str(folder / name) for name in names if name in ("vision", "audio")},
         },
         "cluster": {"num_devices": num_devices},
         "parallel": {"planner": "explicit", "num_microbatches": 2, "explicit": layout, **(parallel or {})},

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import Comparison, verify_batch
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -31,20 +32,22 @@ def perturb(engine: Engine) -> None:
         generator = torch.Generator().manual_seed(len(p.name) * 1009 + sum(map(ord, p.name)))
         noise = 0.15 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
         is_gate = noise.numel() == 1
-        p.parameter.add_(p.cut((noise + 0.7 * is_gate).to(p.parameter.dtype)))
+        p.parameter.add_(p.cut((noise + 0.7 * is_gate).to(p.parameter)))
 
 
 Before = Callable[[Engine, RunConfig, ScenarioBatch], None]
 """Collective: what is done with the engine before its gradients are compared."""
 
 
-def verify(scenario: Scenario, before: Before = lambda engine, config, batch: None) -> Comparison | None:
-    """Collective: called on every rank of the plan."""
+def verify(
+    scenario: Scenario, before: Before = lambda engine, config, batch: None, device: torch.device = CPU
+) -> Comparison | None:
+    """Collective: called on every rank of the plan. `device`: of the stages; the reference runs on the CPU."""
     config = scenario.config()
     plan = scenario.plan(config)
     assert dist.get_world_size() == plan.num_ranks
     with float64_throughout() if scenario.dtype == "float64" else nullcontext():
-        engine: Engine = build_engine(config, plan, torch.device("cpu"))
+        engine: Engine = build_engine(config, plan, device)
         perturb(engine)
         batch = ScenarioBatch(scenario, config)
         before(engine, config, batch)
@@ -56,7 +59,7 @@ def verify(scenario: Scenario, before: Before = lambda engine, config, batch: No
         )
 
 
-def _prepare(scenario: Scenario) -> None:
+def prepare(scenario: Scenario) -> None:
     """Reads shapes and numbers of layers before processes are forked, which would read them all again."""
     scenario.plan(scenario.config())
     read_graph(scenario.config())
@@ -64,13 +67,22 @@ def _prepare(scenario: Scenario) -> None:
 
 def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambda engine, config, batch: None) -> None:
     """On processes of its own."""
-    _prepare(scenario)
+    prepare(scenario)
     comparison = run_distributed(lambda rank: verify(scenario, before), scenario.num_ranks)[0]
     assert comparison.failures == []
     assert comparison.max_grad_rel_err <= tolerance
 
 
-def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
+Run = Callable[..., list[Any]]
+"""Starts processes, as `run_distributed` does."""
+
+
+def check_together(
+    scenarios: Sequence[Scenario],
+    *,
+    before: Before = lambda engine, config, batch: None,
+    run: Run = run_distributed,
+) -> dict[Scenario, Comparison]:
     """All must pass. Those with one number of ranks share a start of processes."""
     by_size: dict[int, list[Scenario]] = defaultdict(list)
     for scenario in scenarios:
@@ -78,17 +90,17 @@ def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
     found = {}
     for num_ranks, group in sorted(by_size.items()):
         for scenario in group:
-            _prepare(scenario)
-        comparisons = run_distributed(_verify_all, num_ranks, group, timeout=500)[0]
+            prepare(scenario)
+        comparisons = run(_verify_all, num_ranks, group, before, timeout=500)[0]
         found.update(zip(group, comparisons, strict=True))
     return found
 
 
-def _verify_all(rank: int, scenarios: Sequence[Scenario]) -> list[Comparison | None]:
+def _verify_all(rank: int, scenarios: Sequence[Scenario], before: Before) -> list[Comparison | None]:
     comparisons = []
     for scenario in scenarios:
         try:
-            comparison = verify(scenario)
+            comparison = verify(scenario, before)
             if comparison is not None:
                 assert comparison.passed, comparison.failures
                 assert comparison.world_size == scenario.num_ranks

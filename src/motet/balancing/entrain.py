@@ -26,7 +26,7 @@ added up.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -313,20 +313,34 @@ def defer(
     )
 
 
+def balance(members: Sequence[int], encoder_work: Floats, llm_work: Floats, num_microbatches: int) -> Deferral:
+    """Microbatches of one replica's samples that are even on both kinds of work, without deferral; arguments as for
+    `defer`. The lightest stand at both ends."""
+    own = np.array(members, dtype=np.int64)
+    encoder, llm = encoder_work[own], llm_work[own]
+    microbatches = evenly_on_both(encoder, llm, num_microbatches)
+    lightest_first = sorted(microbatches, key=lambda m: float((encoder + llm)[m].sum()))
+    order = (*lightest_first[::2], *reversed(lightest_first[1::2]))
+    return Deferral(tuple(tuple(own[m].tolist()) for m in order), ((),) * num_microbatches)
+
+
 def plan_deferrals(
-    plan: Plan, work: Mapping[str, Floats], *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
+    plan: Plan,
+    work: Mapping[str, Floats],
+    *,
+    replica_rule: ReplicaRule = evenly_on_both,
+    rule: Callable[[Sequence[int], Floats, Floats, int], Deferral] = defer,
 ) -> list[Deferral]:
-    """Algorithm 4, for each share of the batch. `work`: for each module the seconds of each sample of the global batch
-    (`motet.balancing.sample_work`); that of all encoders is added up, and so is that of all other modules."""
+    """Algorithm 4, for each share of the batch, or another `rule` for a replica's microbatches. `work`: for each module
+    the seconds of each sample of the global batch (`motet.balancing.sample_work`); that of all encoders is added up,
+    and so is that of all other modules."""
     total = {True: np.zeros(len(next(iter(work.values())))), False: np.zeros(len(next(iter(work.values()))))}
     for name, seconds in work.items():
         total[plan.modules[name].kind == "encoder"] += seconds
     encoder_work, llm_work = total[True], total[False]
     counts = microbatches_of_shares(plan)
     shares = replica_rule(encoder_work, llm_work, len(counts), counts)
-    return [
-        defer(share, encoder_work, llm_work, count, fewer=fewer) for share, count in zip(shares, counts, strict=True)
-    ]
+    return [rule(share, encoder_work, llm_work, count) for share, count in zip(shares, counts, strict=True)]
 
 
 def deferring_assignment(

@@ -27,7 +27,7 @@ from motet.assignment.batch_assignment import (
 )
 from motet.assignment.sample import Sample
 from motet.balancing.disttrain import reordered_assignment
-from motet.balancing.entrain import deferring_assignment, plan_deferrals
+from motet.balancing.entrain import Deferral, balance, defer, deferring_assignment, plan_deferrals
 from motet.balancing.sample_work import SampleWork, sample_work
 from motet.costs.cost_model import CostTable
 from motet.errors import UserError
@@ -98,9 +98,15 @@ def _dip(plan: Plan, samples: Sequence[Sample], works: Works) -> BatchAssignment
     return dip_like_assignment(plan, samples, sum(encoders[1:], encoders[0]), SEED)
 
 
-def _entrain(plan: Plan, samples: Sequence[Sample], works: Works, *, fewer: bool) -> BatchAssignment:
+def _balanced(
+    plan: Plan,
+    samples: Sequence[Sample],
+    works: Works,
+    *,
+    rule: Callable[[Sequence[int], Floats, Floats, int], Deferral],
+) -> BatchAssignment:
     totals = {name: work.total_s for name, work in works().items()}
-    return deferring_assignment(plan, samples, plan_deferrals(plan, totals, fewer=fewer), totals)
+    return deferring_assignment(plan, samples, plan_deferrals(plan, totals, rule=rule), totals)
 
 
 ASSIGNMENTS: Mapping[str, Policy] = {
@@ -108,8 +114,9 @@ ASSIGNMENTS: Mapping[str, Policy] = {
     "random": _random,
     "disttrain": _disttrain,
     "dip": _dip,
-    "entrain": partial(_entrain, fewer=False),
-    "entrain_k_eff": partial(_entrain, fewer=True),
+    "balanced": partial(_balanced, rule=balance),
+    "entrain": partial(_balanced, rule=defer),
+    "entrain_k_eff": partial(_balanced, rule=partial(defer, fewer=True)),
 }
 
 

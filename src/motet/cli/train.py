@@ -68,12 +68,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     result = train(config, plan=arguments.plan, listen=listen, store=store)
     if result:
-        predicted, measured = result["predicted"], result["measured"]
-        print(report_text(predicted))
-        print(
-            f"measured: iteration {1e3 * measured['iteration_time_s']:.2f} ms, "
-            f"{measured['throughput_samples_per_s']:.1f} samples/s, bubble {measured['bubble_fraction']:.1%}"
-        )
+        for name, own in result.get("phases", {"": result}).items():
+            if name:
+                print(f"phase {name}")
+            print(report_text(own["predicted"]))
+            measured = own["measured"]
+            print(
+                f"measured: iteration {1e3 * measured['iteration_time_s']:.2f} ms, "
+                f"{measured['throughput_samples_per_s']:.1f} samples/s, bubble {measured['bubble_fraction']:.1%}"
+            )
         print(f"metrics, checkpoints, timeline and trace are in {config.train.output}")
     return result
 

@@ -22,9 +22,11 @@ from motet.config.model_section import (
     LoraOptions,
     ModelConfig,
     PartConfig,
+    SpectrogramConfig,
     TowerConfig,
 )
 from motet.config.parallel_section import ModuleParallelConfig, ParallelConfig
+from motet.config.phases import chosen_run, phases_of
 from motet.config.run_file import (
     CatalogueConfig,
     ClusterConfig,
@@ -58,9 +60,12 @@ __all__ = [
     "PreparedDataConfig",
     "RunConfig",
     "SameDigitsConfig",
+    "SpectrogramConfig",
     "TowerConfig",
     "TrainConfig",
     "VideoConfig",
+    "chosen_run",
     "load_catalogue",
     "load_run_config",
+    "phases_of",
 ]

@@ -202,6 +202,7 @@ class DescribedConfig(Section):
     sounds: dict[str, DescribedSoundsConfig] = {}
     """Sounds, by encoder."""
     generated: dict[str, DescribedImagesConfig] = {}
-    """Generated images in pixels, by generator; generators work on latents with an eighth of the height and width."""
+    """Generated images in pixels, by generator; generators work on latents with an eighth of the height and width. Of
+    sounds: spectrograms of `height` mel bands and `width` frames."""
     num_train: NumSamples = 1_000_000
     """Number of samples in one epoch."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section, Share
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 
 
@@ -117,14 +117,31 @@ class LanguageModelConfig(PartConfig):
     tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
 
 
+class SpectrogramConfig(Section):
+    """How a generator of sounds sees them: as images of one channel, mel bands by frames, of decibels below full scale
+    (-80 and less: -1; 0: 1)."""
+
+    sampling_rate: Annotated[int, Field(ge=100, le=1_000_000)] = 16_000
+    """In Hz. Sounds are resampled."""
+    window: Annotated[int, Field(ge=4, le=65_536)] = 400
+    """Samples of a frame's window."""
+    hop: Annotated[int, Field(ge=1, le=65_536)] = 160
+    """Samples from one frame to the next."""
+    num_mels: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Mel bands, from 0 Hz to half of the sampling rate; a multiple of the generator's patch."""
+
+
 class GeneratorConfig(PartConfig):
-    """A diffusion model that generates images from the language model's hidden states (docs/generators.md); `config`
-    names a class of diffusers, for random weights. SD3Transformer2DModel and PixArtTransformer2DModel can be trained;
-    UNet2DConditionModel can be planned and simulated, and its cross-attention reads the language model's width."""
+    """A diffusion model that generates images, or sounds as spectrograms, from the language model's hidden states
+    (docs/generators.md); `config` names a class of diffusers, for random weights. SD3Transformer2DModel,
+    PixArtTransformer2DModel and SanaTransformer2DModel can be trained; UNet2DConditionModel can be planned and
+    simulated, and its cross-attention reads the language model's width."""
 
     queries: Count | None = None
     """Learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null: all hidden
     states up to the placeholder do, in samples with one image."""
+    spectrogram: SpectrogramConfig | None = None
+    """Given (`{}`: as by default), it makes sounds, which records name under `generate_audio`; null: images."""
     projector: Literal["linear", "mlp"] = "mlp"
     """The connector: layers, behind a norm, that map the language model's width to that of the generator's
     conditions."""
@@ -144,6 +161,9 @@ class GeneratorConfig(PartConfig):
     """Peak learning rate of the connector and the null condition; null: `train.learning_rate`."""
     queries_learning_rate: LearningRate | None = None
     """Peak learning rate of the query tokens; null: `train.learning_rate`."""
+    ema: Share | None = None
+    """Decay of a moving average of the weights (transformer, connector, query tokens), such as 0.9999, which is what is
+    exported. In step n it is (1 + n) / (10 + n) if that is less. null: none, and the weights are exported."""
 
     @model_validator(mode="after")
     def _has_no_adapters(self) -> "GeneratorConfig":
@@ -389,9 +409,18 @@ class ModelConfig(Section):
     def check_trained_generators(self) -> None:
         """Refuses what has not been shown with generators that are trained."""
         names = list(self.generators)
-        if len(names) > 1:
+        for is_sound, kind in ((False, "images"), (True, "sounds")):
+            alike = [name for name in names if (self.generators[name].spectrogram is not None) == is_sound]
+            if len(alike) > 1:
+                raise ValueError(
+                    f"generators: {' and '.join(alike)} both make {kind}, but records name those of one generator; "
+                    "leave one out, or give it a spectrogram (it then makes sounds)"
+                )
+        prompted = [name for name in names if self.generators[name].queries is None]
+        if prompted and len(names) > 1:
             raise ValueError(
-                f"generators: {' and '.join(names)} are given, but one can be trained at a time; leave out the others"
+                f"generators.{prompted[0]}.queries: is null, but of several generators each reads query tokens of its "
+                "own; give a number, such as 8"
             )
         if self.merge != "placeholder":
             raise ValueError(

@@ -140,22 +140,24 @@ class ParallelConfig(Section):
     `distmm_pipe`; if it is not given, planners may choose, and towers use `distmm_pipe`."""
     assignment: str = "contiguous"
     """How samples are assigned to microbatches (docs/data.md): `contiguous` (in their order), `random`, `disttrain` (in
-    its order), `dip`, or balanced with deferral: `entrain`, or `entrain_k_eff`, which makes no more microbatches than
-    the heaviest sample permits."""
+    its order), `dip`, `balanced` (even on the encoders' and the language model's work), or balanced with deferral:
+    `entrain`, or `entrain_k_eff`, which makes no more microbatches than the heaviest sample permits. If it is not
+    given, planner `auto` takes `balanced` or `entrain` where they are faster."""
     num_microbatches: Count = 4
-    """Microbatches per replica; of towers, per replica and contrastive batch, for planner `explicit` alone."""
+    """Microbatches per replica; if it is not given, planner `auto` chooses. Of towers, per replica and contrastive
+    batch, for planner `explicit` alone."""
     packing: bool = False
     """Whether the samples of a microbatch are packed into one row without padding; they do not attend to each other."""
     max_packed_tokens: Count | None = None
     """Largest number of tokens of a packed row, with `packing`; larger microbatches of the language model are split.
     null: no limit."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are recomputed in the backward pass."""
+    """Modules whose activations are recomputed in the backward pass; if it is not given, planner `auto` chooses."""
     recompute_features: tuple[str, ...] = ()
     """Towers whose stages keep only their input and recompute everything else in the backward pass."""
     zero1: bool = False
     """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 keep each
-    part."""
+    part. If it is not given, planner `auto` chooses."""
 
     @model_validator(mode="after")
     def _packs_within_a_limit(self) -> "ParallelConfig":

@@ -151,6 +151,18 @@ class FailuresConfig(Section):
         return self
 
 
+class PhaseConfig(Section):
+    """One phase of a training, which starts from the weights of the phase before it with an optimizer of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
+    """Name of its folder in `output`."""
+    steps: Count
+    """Number of its updates."""
+    set: dict[str, Any] = {}
+    """Values of the run file that are others in this phase, as of `--set`: `model.language_model.train.module: false`,
+    `data.files: [...]`, `train.learning_rate: 0.001`, `parallel.explicit.image.dp: 2`."""
+
+
 class TrainConfig(Section):
     steps: Count = 100
     """Total number of updates, including those before a resumed checkpoint."""
@@ -203,8 +215,23 @@ class TrainConfig(Section):
     """Destinations of the metrics."""
     resume: str | None = None
     """Folder of a checkpoint to resume from, or `latest` of `output`; null: none."""
+    start_from: str | None = None
+    """Folder of a checkpoint of the same model whose weights this run starts with; its steps and optimizer do not
+    count; null: none."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Phases of one training (docs/generators.md): each is planned by itself and trained in a folder of its own in
+    `output`. `steps` is then theirs, and `resume` null or `latest`."""
+    only_phase: str | None = None
+    """The phase that alone is trained, planned, simulated or verified; null: `train` and `plan` go through all."""
     failures: FailuresConfig | None = None
     """Continue when nodes fail; null: the run ends."""
+
+
+PHASES_OWN_KEYS = (
+    *("train", "train.phases", "train.only_phase", "train.steps", "train.output"),
+    *("train.resume", "train.overwrite", "train.start_from", "train.failures"),
+)
+"""Keys that a phase cannot set."""
 
 
 class RunConfig(Section):
@@ -237,6 +264,7 @@ class RunConfig(Section):
         if missing:
             raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
         self._check_generators()
+        self._check_phases()
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
@@ -266,6 +294,33 @@ class RunConfig(Section):
                     )
         if self.train.failures is not None:
             raise ValueError("train.failures: is not supported with model.generators; leave one of the two out")
+
+    def _check_phases(self) -> None:
+        train, names = self.train, [phase.name for phase in self.train.phases]
+        if train.only_phase is not None and train.only_phase not in names:
+            raise ValueError(
+                f"train.only_phase: there is no phase {train.only_phase!r}; train.phases has "
+                f"{', '.join(names) or 'none'}"
+            )
+        if not names:
+            return
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"train.phases: two are called {name}; give each a name of its own")
+        if train.resume not in (None, "latest"):
+            raise ValueError(
+                f"train.resume: is {train.resume}, but a training in phases goes on from latest; give that"
+            )
+        for key in ("start_from", "failures"):
+            if getattr(train, key) is not None:
+                raise ValueError(f"train.{key}: is not supported with train.phases; leave one of the two out")
+        for number, phase in enumerate(train.phases):
+            for key in phase.set:
+                if key in PHASES_OWN_KEYS:
+                    raise ValueError(
+                        f"train.phases[{number}].set.{key}: is the same for all phases, or follows from the phase; "
+                        "leave it out"
+                    )
 
     def _check_num_microbatches(self) -> None:
         number, size = self.parallel.num_microbatches, self.train.global_batch_size
@@ -404,13 +459,18 @@ def _override(values: dict[str, Any], override: str) -> None:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"--set {override}: is not of the form a.b.c=value")
-    value = parse_yaml(text, f"--set {override}")
+    set_value(values, ".".join(keys), parse_yaml(text, f"--set {override}"), f"--set {override}")
+
+
+def set_value(values: dict[str, Any], path: str, value: Any, where: str) -> None:
+    """Sets the key `a.b.c` of a run file. Raises `UserError`, beginning with `where`, if `a` or `a.b` has no keys."""
+    keys = path.split(".")
     at: Any = values
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)
         if inner is None:
             inner = at[key] = {}
         if not isinstance(inner, dict):
-            raise UserError(f"--set {override}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
+            raise UserError(f"{where}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
         at = inner
     at[keys[-1]] = value

@@ -26,6 +26,13 @@ import numpy as np
 
 from motet.cluster import Cluster, Link
 from motet.costs.cost_model import CostTable, LinkCost
+from motet.schedule.communicators import Communicators
+
+NCCL_BUFFER_BYTES = 4 * 2**20 + 512 * 2**10 + 4_915_200
+"""What a rank keeps for one channel on which it receives: NCCL's buffers for its protocols Simple, LL and LL128, of
+their usual sizes (NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE)."""
+NCCL_CHANNELS = 16
+"""Channels of a communicator, assumed: NCCL chooses 2 to 32 by the machine's links."""
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -43,6 +50,14 @@ class Terms:
 
 
 NOTHING = Terms(0.0, float("inf"), "none")
+
+
+def communicator_bytes(needed: Communicators, num_ranks: int) -> list[int]:
+    """Device memory of each rank's NCCL communicators: receive buffers of the rings of its groups and of the links on
+    which it receives. Computed, not measured."""
+    per_ring = NCCL_CHANNELS * NCCL_BUFFER_BYTES
+    groups, links = needed.groups_by_rank(num_ranks), needed.links_by_rank(num_ranks)
+    return [per_ring * (of_groups + received) for of_groups, (_, received) in zip(groups, links, strict=True)]
 
 
 def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float = 1e8) -> Terms:

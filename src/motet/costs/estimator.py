@@ -365,15 +365,18 @@ class Estimator:
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
+            options = self.memory.of(self.workloads[name])
             static = [
-                static_layer_bytes(
-                    layer,
-                    trainable=self.trainable[name][index],
-                    tp_size=tp,
-                    num_holders=num_holders,
-                    options=self.memory,
-                    num_shares=num_shares,
-                    ep=ep,
+                sum(
+                    static_layer_bytes(
+                        layer,
+                        trainable=self.trainable[name][index],
+                        tp_size=tp,
+                        num_holders=num_holders,
+                        options=options,
+                        num_shares=num_shares,
+                        ep=ep,
+                    )
                 )
                 for index, layer in enumerate(self.workloads[name].layers)
             ]

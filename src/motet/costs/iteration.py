@@ -11,6 +11,7 @@ though it exists only during one backward at a time.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import lcm
 from typing import Protocol
@@ -26,9 +27,11 @@ from motet.costs.memory import (
     DEFAULT_MEMORY,
     NUM_BUFFERS,
     MemoryOptions,
+    StaticBytes,
     boundary_bytes,
     gathered_bytes,
     half_saved_layer_bytes,
+    logit_bytes,
     saved_layer_bytes,
     static_layer_bytes,
     usable_bytes,
@@ -81,10 +84,11 @@ class IterationCosts:
         replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
-        self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
+        self.workloads, self.table, self.cluster = workloads, table, cluster
+        self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._static: dict[tuple[str, LayerRange, int, int, bool], int] = {}
+        self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -405,13 +409,38 @@ class IterationCosts:
         return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
 
     def static_bytes(self, rank: int) -> int:
-        num_bytes = 0
+        return sum(self.static_by_kind(rank).values())
+
+    def static_by_kind(self, rank: int) -> dict[str, int]:
+        """`static_bytes` by kind: `weights`, `gradients`, `moments` (and masters), `gathered` (other ranks'
+        parameters and gradients while a fully sharded stage computes), `recomputed` (the largest graph that a backward
+        of recomputed features makes)."""
+        static, gathered = StaticBytes(), 0
         for name, _, s, stage in self.plan.stages_of_rank(rank):
             run = (name, stage.layers, stage.tp_size, stage.cp_size, self.cells.gathers_by_block(name, s))
             if run not in self._static:
                 self._static[run] = self._static_of_run(*run)
-            num_bytes += self._static[run]
-        return num_bytes + self._recomputed_bytes.get(rank, 0)
+            own, of_others = self._static[run]
+            static, gathered = static.plus(own), gathered + of_others
+        return {**static._asdict(), "gathered": gathered, "recomputed": self._recomputed_bytes.get(rank, 0)}
+
+    def saved_logits(self, dependencies: Dependencies) -> Ints:
+        """The part of `saved_sizes` that is what a loss keeps of its logits."""
+        assert dependencies.routes is self.routes
+        cells = self.cells
+        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
+        sizes = [(self._logits(cells.kinds[kind], cells.loads[load]), 0) for kind, load in pairs.T.tolist()]
+        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+
+    def _logits(self, kind: CellKind, load: Load) -> int:
+        if kind.is_loss or kind.module in self.plan.recompute_features:
+            return 0
+        return sum(
+            count
+            * logit_bytes(layer, self._load_on_rank(kind, layer, load), tp_size=kind.stage.tp_size, options=self.memory)
+            for layer, needs, count in kind.different
+            if needs.any
+        )
 
     @cached_property
     def _recomputed_bytes(self) -> Mapping[int, int]:
@@ -428,21 +457,25 @@ class IterationCosts:
                     result[rank] = max(result.get(rank, 0), graph)
         return result
 
-    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int, by_block: bool) -> int:
+    def _static_of_run(
+        self, name: str, layers: LayerRange, tp_size: int, cp_size: int, by_block: bool
+    ) -> tuple[StaticBytes, int]:
+        """What a stage of these layers holds, and what it gathers."""
         module, workload = self.plan.modules[name], self.cells.workload(name)
         num_holders, num_shares = holders_and_shares(module, cp_size)
-        static = sum(
-            static_layer_bytes(
+        options = self.memory.of(workload)
+        static = StaticBytes()
+        for index in range(*layers):
+            of_layer = static_layer_bytes(
                 workload.layers[index],
                 trainable=module.is_trainable((index, index + 1)),
                 tp_size=tp_size,
                 num_holders=num_holders,
-                options=self.memory,
+                options=options,
                 num_shares=num_shares,
                 ep=module.ep,
             )
-            for index in range(*layers)
-        )
+            static = static.plus(of_layer)
         of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
         gathered = gathered_bytes(
             of_stage,
@@ -452,7 +485,7 @@ class IterationCosts:
             by_rows=module.shares_over_replicas,
             by_block=by_block,
         )
-        return static + gathered
+        return static, gathered
 
     @cached_property
     def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:

@@ -9,13 +9,16 @@ what norms save, but not the inputs of linears, which each rank gathers.
 In bfloat16, parameters and activations have 2 bytes, gradients 4, and the optimizer's state includes a float32 master
 (`motet.runtime.training.master_weights`).
 
-Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them.
+Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them. Nor
+are masks, and the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the
+activations of a narrow Llama).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
+from typing import NamedTuple
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import Load
@@ -59,6 +62,12 @@ class MemoryOptions:
         """Number of ranks, of `num_holders` with the same layers, that keep the optimizer state of a parameter."""
         return min(self.state_copies, num_holders) if self.zero1 else num_holders
 
+    def of(self, workload: ModuleWorkload) -> "MemoryOptions":
+        """With the moving average as a further optimizer state, as wide as a gradient, where the module has one."""
+        if not workload.is_averaged:
+            return self
+        return replace(self, optimizer_bytes=self.state_bytes + self.summed_bytes)
+
     @property
     def state_bytes(self) -> int:
         """Optimizer state per parameter."""
@@ -73,6 +82,18 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.device.memory_bytes * (1 - RESERVE)
 
 
+class StaticBytes(NamedTuple):
+    """Bytes of layers that one rank holds for the whole iteration, by kind."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    """Optimizer state, masters included."""
+
+    def plus(self, other: "StaticBytes") -> "StaticBytes":
+        return StaticBytes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 def static_layer_bytes(
     layer: LayerShape,
     *,
@@ -82,7 +103,7 @@ def static_layer_bytes(
     options: MemoryOptions,
     num_shares: int = 1,
     ep: int = 1,
-) -> int:
+) -> StaticBytes:
     """Parameters, gradients and optimizer state of one layer on one rank.
 
     `num_holders`: ranks that hold the same shard. `num_shares`: ranks of a fully sharded stage, each of which keeps
@@ -90,12 +111,16 @@ def static_layer_bytes(
     number = layer.num_parameters_per_rank(tp_size, ep)
     size = number * options.parameter_bytes
     if not trainable:
-        return -(-size // num_shares)
+        return StaticBytes(weights=-(-size // num_shares))
     num_trained = layer.num_trained_per_rank(tp_size, ep)
     num_experts = layer.num_expert_weights // ep if ep > 1 and not layer.num_adapter_parameters() else 0
     state = _state_bytes(num_trained - num_experts, num_holders, options)
     state += _state_bytes(num_experts, max(1, num_holders * tp_size // ep), options)
-    return -(-(size + num_trained * options.summed_bytes + state) // num_shares)
+    gradients = num_trained * options.summed_bytes
+    weights, of_gradients = size // num_shares, gradients // num_shares
+    # Rounded up as one.
+    moments = -(-(size + gradients + state) // num_shares) - weights - of_gradients
+    return StaticBytes(weights, of_gradients, moments)
 
 
 def _state_bytes(num_parameters: int, num_holders: int, options: MemoryOptions) -> int:
@@ -176,10 +201,11 @@ def saved_layer_bytes(
         width = last.rows_per_token * last.in_features / last.kernel_area
         computed += tokens * width * (3 if layer.gated else 1) / tp_size
     norms = round(wide * max(NORM_BYTES, options.activation_bytes))
-    return round(computed * options.activation_bytes) + norms + _logit_bytes(layer, load, tp_size, options)
+    logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
+    return round(computed * options.activation_bytes) + norms + logits
 
 
-def _logit_bytes(layer: LayerShape, load: Load, tp_size: int, options: MemoryOptions) -> int:
+def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
     """The probabilities over a vocabulary, which the loss saves."""
     if layer.part != "head":
         return 0
@@ -203,9 +229,16 @@ def boundary_bytes(
     """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
 
     The output of an encoder's head is whole on every rank. `num_row_shares`: number of shares, of whole rows, in which
-    the members of a tensor-parallel group get it; a padded sequence is cut by its columns."""
+    the members of a tensor-parallel group get it; a padded sequence is cut by its columns. Between stages of a
+    generator an image's conditions and the vectors of its time step travel too; behind the connector its conditions do,
+    and the pooled one."""
     rows, width = workload.boundary(border)
+    if workload.num_time_vectors and border == 1:
+        sizes = workload.config["condition_size"], workload.config["pooled_size"]
+        return (load.incoming + bool(sizes[1]) * load.sequences) * max(sizes) * element_bytes
     carried = load.tokens / num_shares if rows == "tokens" else load.outputs
+    if workload.num_time_vectors:
+        carried += load.incoming + workload.num_time_vectors * load.sequences
     if num_row_shares > 1:
         num_sequences = load.sequences if rows == "tokens" and workload.arrangement == "padded" else 1
         carried = num_sequences * ceil(carried / max(1, num_sequences) / num_row_shares)

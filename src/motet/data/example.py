@@ -16,12 +16,17 @@ Modality = str
 
 TO_GENERATE: Modality = "generate"
 """The key of images that a generator is to make."""
+TO_GENERATE_AUDIO: Modality = "generate_audio"
+"""The key of sounds that a generator is to make."""
+GENERATED: tuple[Modality, ...] = (TO_GENERATE, TO_GENERATE_AUDIO)
+"""Keys of what generators are to make; answers may hold these."""
 
 PLACEHOLDERS: dict[Modality, str] = {
     "image": "<image>",
     "audio": "<audio>",
     "video": "<video>",
     TO_GENERATE: "<generate>",
+    TO_GENERATE_AUDIO: "<generate_audio>",
 }
 """Markers of the positions of media in the text of a conversation."""
 

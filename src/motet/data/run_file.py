@@ -23,7 +23,7 @@ from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import ExampleSource
 from motet.data.formats.described import described_samples
 from motet.data.formats.registry import DATA_KINDS, Examples
-from motet.data.generated import GeneratedLayout, QueryLayout
+from motet.data.generated import GeneratedLayout, QueryLayout, generated_modality
 from motet.data.layouts import (
     CaptionLayout,
     ComparisonLayout,
@@ -176,16 +176,17 @@ def _module_layouts(
                     f"{node.key}: a {node.workload.family} can be planned and simulated only, with data.kind "
                     f"described; give {' or '.join(TRANSFORMERS)}"
                 )
-            layouts[name] = GeneratedLayout(values, part.loss_per, node.key)
+            layouts[name] = GeneratedLayout(values, part.loss_per, node.key, part.spectrogram)
         elif isinstance(part, GeneratorConfig):
             reader = next(other for other in config.model.generators if queries_of(other) == name)
             placeholder = config.model.placeholder_tokens.get(reader)
-            encoders[name] = layouts[name] = QueryLayout(values["num_queries"], reader, placeholder)
+            kind = generated_modality(part)
+            encoders[name] = layouts[name] = QueryLayout(values["num_queries"], reader, placeholder, kind)
         elif node.workload.kind == "language_model":
             for reader, generator in config.model.generators.items():
                 if generator.queries is None:
                     placeholder = config.model.placeholder_tokens.get(reader)
-                    encoders[reader] = QueryLayout(None, reader, placeholder)
+                    encoders[reader] = QueryLayout(None, reader, placeholder, generated_modality(generator))
             _check_modalities(encoders)
             tokenizer = tools.tokenizer(node)
             check_vocabulary(tokenizer, values, node.key)

@@ -6,7 +6,7 @@ torch is not imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from motet.config import (
@@ -209,7 +209,7 @@ def _queries(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
     return ConfiguredModule(
         part=part,
         key=f"model.generators.{name}",
-        workload=query_tokens(part.queries, width),
+        workload=replace(query_tokens(part.queries, width), is_averaged=part.ema is not None),
         trainable=((0, 1),) if part.train.queries else (),
     )
 
@@ -221,7 +221,7 @@ def _generator(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule
     return ConfiguredModule(
         part=part,
         key=f"model.generators.{name}",
-        workload=shape,
+        workload=replace(shape, is_averaged=part.ema is not None),
         trainable=runs_of(trained),
         loss_weight=part.loss_weight,
     )

@@ -37,11 +37,11 @@ class DiffusionFamily:
 
     embed_parts: tuple[str, ...]
     """Paths of what belongs to the embedding."""
-    num_time_vectors: int
     embed: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Streams]
     """(model, noised latents [images, channels, height, width], time steps [images], conditions [images, conditions,
     size], pooled conditions [images, size]) -> streams."""
-    block: Callable[[nn.Module, Streams], Streams]
+    block: Callable[[nn.Module, Streams, tuple[int, ...]], Streams]
+    """(block, streams, rows and columns of the places) -> streams."""
     head: Callable[[Any, Streams], Tensor]
     """(model, streams) -> [images, places, patch x patch x channels]"""
     blocks: str = "transformer_blocks"
@@ -52,7 +52,7 @@ def _embed_sd3(model: Any, latents: Tensor, timesteps: Tensor, conditions: Tenso
     return Streams(model.pos_embed(latents).contiguous(), model.context_embedder(conditions), time[:, None])
 
 
-def _block_sd3(block: nn.Module, streams: Streams) -> Streams:
+def _block_sd3(block: nn.Module, streams: Streams, grid: tuple[int, ...]) -> Streams:
     conditions, places = block(
         hidden_states=streams.places, encoder_hidden_states=streams.conditions, temb=streams.time[:, 0]
     )
@@ -71,7 +71,7 @@ def _embed_pixart(model: Any, latents: Tensor, timesteps: Tensor, conditions: Te
     return Streams(places, model.caption_projection(conditions), time)
 
 
-def _block_pixart(block: nn.Module, streams: Streams) -> Streams:
+def _block_pixart(block: nn.Module, streams: Streams, grid: tuple[int, ...]) -> Streams:
     places = block(
         streams.places,
         encoder_hidden_states=streams.conditions,
@@ -86,20 +86,46 @@ def _head_pixart(model: Any, streams: Streams) -> Tensor:
     return model.proj_out(model.norm_out(streams.places) * (1 + scale) + shift)
 
 
+def _embed_sana(model: Any, latents: Tensor, timesteps: Tensor, conditions: Tensor, pooled: Tensor | None) -> Streams:
+    places = model.patch_embed(latents)
+    modulation, embedded = model.time_embed(timesteps, batch_size=len(latents), hidden_dtype=places.dtype)
+    time = torch.cat([modulation.unflatten(1, (6, -1)), embedded[:, None]], dim=1)
+    return Streams(places, model.caption_norm(model.caption_projection(conditions)), time)
+
+
+def _block_sana(block: nn.Module, streams: Streams, grid: tuple[int, ...]) -> Streams:
+    places = block(
+        streams.places,
+        encoder_hidden_states=streams.conditions,
+        timestep=streams.time[:, :6].flatten(1),
+        height=grid[0],
+        width=grid[1],
+    )
+    return streams._replace(places=places)
+
+
+def _head_sana(model: Any, streams: Streams) -> Tensor:
+    return model.proj_out(model.norm_out(streams.places, streams.time[:, 6], model.scale_shift_table))
+
+
 DIFFUSION_FAMILIES: Mapping[str, DiffusionFamily] = {
     "SD3Transformer2DModel": DiffusionFamily(
         embed_parts=("pos_embed", "time_text_embed", "context_embedder"),
-        num_time_vectors=1,
         embed=_embed_sd3,
         block=_block_sd3,
         head=_head_sd3,
     ),
     "PixArtTransformer2DModel": DiffusionFamily(
         embed_parts=("pos_embed", "adaln_single", "caption_projection"),
-        num_time_vectors=7,
         embed=_embed_pixart,
         block=_block_pixart,
         head=_head_pixart,
+    ),
+    "SanaTransformer2DModel": DiffusionFamily(
+        embed_parts=("patch_embed", "time_embed", "caption_projection", "caption_norm"),
+        embed=_embed_sana,
+        block=_block_sana,
+        head=_head_sana,
     ),
 }
 """By class of diffusers."""

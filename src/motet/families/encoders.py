@@ -26,6 +26,7 @@ from transformers.models.pixtral.modeling_pixtral import generate_block_attentio
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.families.own_encoders import (
     OwnConfig,
@@ -297,15 +298,17 @@ def _windows(model: Any, grids: Grids) -> tuple[Tensor, Tensor]:
 def _embed_in_windows(model: Any, features: Sequence[Tensor], grids: Grids) -> Tensor:
     hidden = model.patch_embed(torch.cat(list(features)))
     order, _ = _windows(model, grids)
-    return model.permute_input_for_window_attn(hidden, order, seq_len=hidden.shape[0])
+    return model.permute_input_for_window_attn(hidden, to_device(order, hidden.device), seq_len=hidden.shape[0])
 
 
 def _rotary_and_windows(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     order, window_bounds = _windows(model, grids)
     grid_thw = torch.tensor(grids)
-    bounds = get_vision_cu_seqlens(grid_thw).to(hidden.device)
-    window_bounds = window_bounds.to(hidden.device)
-    positions = get_vision_position_ids(grid_thw, model.config.spatial_merge_size).to(hidden.device)
+    bounds = get_vision_cu_seqlens(grid_thw)
+    if is_flash_attention_requested(model.config):  # Others split by bounds that the host has to know.
+        bounds, window_bounds = to_device(bounds, hidden.device), to_device(window_bounds, hidden.device)
+    order = to_device(order, hidden.device)
+    positions = to_device(get_vision_position_ids(grid_thw, model.config.spatial_merge_size), hidden.device)
     rotary = tuple(
         model.permute_input_for_window_attn(part, order, seq_len=hidden.shape[0])
         for part in model.rotary_pos_emb(hidden, positions)
@@ -319,7 +322,7 @@ def _rotary_and_windows(model: Any, hidden: Tensor, grids: Grids) -> BlockArgume
 
 def _merge_and_restore_order(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
     order, _ = _windows(model, grids)
-    return model.merger(hidden)[torch.argsort(order)]
+    return model.merger(hidden)[to_device(torch.argsort(order), hidden.device)]
 
 
 ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {

@@ -11,6 +11,7 @@ from motet.errors import UserError, closest
 from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, generator_workload
 from motet.shapes.diffusion_transformers import (
     PIXART_DEFAULTS,
+    SANA_DEFAULTS,
     SD3_DEFAULTS,
     TRANSFORMERS,
     Connection,
@@ -155,7 +156,7 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS}:
+    for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS, **SANA_DEFAULTS}:
         value = part.values.get(key)
         if isinstance(value, int) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")

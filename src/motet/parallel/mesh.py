@@ -1,12 +1,9 @@
-"""Process groups of a plan: tensor- and context-parallel groups of stages, groups that share parameters, and groups
-that sum gradients.
+"""Process groups of a plan (`motet.schedule.communicators`), as one rank sees them.
 
-Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
-its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
-different orders on different ranks, and must not meet in one group.
+Every rank creates every group, in the same order (a rule of torch.distributed).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import lcm
@@ -18,7 +15,14 @@ from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, tensor_parallel_groups
 from motet.schedule.action import Reduce
-from motet.schedule.dependencies import Holder, reductions
+from motet.schedule.communicators import (
+    Link,
+    communicators,
+    context_parallel_groups,
+    groups_sharing_experts,
+    in_rounds,
+    places,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class Mesh:
     has_mixed_tp_sizes: bool
     """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
+    links: Mapping[Link, dist.ProcessGroup | None]
+    """This rank's links, in the order in which they are opened, with their process groups; None: that of all ranks,
+    whose transport pairs messages by tags."""
 
     def tensor_parallel(self, module: ModulePlan, stage: Stage) -> TensorParallel:
         """Returns the tensor-parallel group of one of this rank's stages, and that of its experts, seen from here."""
@@ -93,7 +100,7 @@ class Mesh:
         return replace(self._member(ranks), sequence_parallel=module.sequence_parallel, experts=experts)
 
     def _member(self, ranks: tuple[int, ...]) -> TensorParallel:
-        return TensorParallel(group=self.stage_groups[ranks], rank=_places(ranks).index(self.rank), size=len(ranks))
+        return TensorParallel(group=self.stage_groups[ranks], rank=places(ranks).index(self.rank), size=len(ranks))
 
     def context_parallel(self, stage: Stage, options: ContextOptions) -> ContextParallel:
         """Returns the context-parallel group of one of this rank's stages, seen from this rank."""
@@ -110,11 +117,6 @@ class Mesh:
         """This rank's place among those that share the stage's parameters over replicas."""
         ranks = next(ranks for ranks in module.sharing_groups(replica, stage) if self.rank in ranks)
         return SharingGroup(self.stage_groups[ranks], ranks.index(self.rank), len(ranks))
-
-
-def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """Returns the context-parallel groups of a stage, one for each position in the tensor-parallel groups."""
-    return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -134,107 +136,44 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_world_size(plan, world_size - num_spare_ranks)
     dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
+    planned = communicators(plan)
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    shared = [
-        ranks
-        for *_, stage in plan.stages()
-        for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
-    ]
-    for module in plan.modules.values():
-        if module.shares_over_replicas:
-            for r in range(0, len(module.replicas), module.sharded_replicas):
-                for s in range(len(module.replicas[r].stages)):
-                    shared += module.sharing_groups(r, s)
-        if module.ep > 1:
-            shared += [ranks for stage in module.replicas[0].stages for ranks in expert_groups(module, stage.layers)]
-    for ranks in dict.fromkeys(shared):
+    for ranks in planned.stage_groups:
         group = _new_group(ranks, timeout)
         if rank in ranks:
             stage_groups[ranks] = group
     reduce: dict[Reduce, ReduceGroups] = {}
     has_mixed_tp_sizes = False
-    for reduction, holders in reductions(plan).items():
-        for members in _members_by_share(plan, holders):
-            _check_members(reduction, members)
-            sizes = tuple(sorted({len(places) for places in members}))
-            made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
-            firsts = None
-            if len(sizes) > 1:
-                has_mixed_tp_sizes = True
-                ranks = tuple(sorted({places[0] for places in members}))
-                firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
+    for reduction, shares in planned.reductions.items():
+        for share in shares:
+            has_mixed_tp_sizes |= bool(share.firsts)
+            made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in share.pieces]
+            firsts = ReduceGroup(_new_group(share.firsts, timeout), share.firsts)
             pieces = tuple(group for group in made if rank in group.ranks)
             if pieces:
-                firsts = firsts if firsts is not None and rank in firsts.ranks else None
-                reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts=firsts)
-        _add_expert_groups(plan, reduction, reduce, rank, timeout)
-    return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
+                reduce[reduction] = ReduceGroups(
+                    pieces, min(share.members), share.tp_sizes, firsts=firsts if rank in share.firsts else None
+                )
+        for ranks in planned.experts.get(reduction, ()):
+            group = _new_group(ranks, timeout)
+            if rank in ranks:
+                first = min(groups_sharing_experts(plan, reduction))
+                reduce[reduction] = replace(reduce[reduction], experts=ReduceGroup(group, ranks), first_experts=first)
+    links: dict[Link, dist.ProcessGroup | None] = {}
+    is_shared = pairs_by_tag()
+    for link in in_rounds(planned.links):
+        group = None if is_shared else _new_group(tuple(sorted(link[:2])), timeout)
+        if rank in link[:2]:
+            links[link] = group
+    return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout, links)
 
 
-def _add_expert_groups(
-    plan: Plan, reduction: Reduce, reduce: dict[Reduce, ReduceGroups], rank: int, timeout: timedelta
-) -> None:
-    """Notes the group that sums this rank's experts of these layers, where replicas share the experts."""
-    module = plan.modules[reduction.module]
-    if module.replicas_sharing_experts == 1 or reduction.tied:
-        return
-    stage = next(s for s in module.replicas[0].stages if s.layers[0] <= reduction.first < s.layers[1])
-    sharing = [tuple(_places(ranks)) for ranks in expert_groups(module, stage.layers)]
-    for same in zip(*sharing, strict=True):
-        group = _new_group(tuple(sorted(same)), timeout)
-        if rank in same:
-            experts = ReduceGroup(group, tuple(sorted(same)))
-            reduce[reduction] = replace(reduce[reduction], experts=experts, first_experts=min(sharing))
-
-
-def _places(ranks: tuple[int, ...]) -> list[int]:
-    """Returns the ranks in the order in which torch.distributed numbers the members of a group."""
-    return sorted(ranks)
+def pairs_by_tag() -> bool:
+    """Whether the transport pairs sends with receives by their tags, as gloo does. Others (NCCL) pair those of one
+    communicator in the order in which they were posted, and open a communicator when its first operation waits for all
+    its members."""
+    return dist.get_backend() == "gloo"
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup | None:
     return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-
-
-def _members_by_share(plan: Plan, holders: tuple[Holder, ...]) -> list[list[tuple[int, ...]]]:
-    """Returns, for each share of the parameters, the tensor-parallel groups that hold it of a run of layers, in all
-    replicas and for all members of context-parallel groups, each of which has the gradients of its own tokens.
-
-    There is one share unless replicas share parameters."""
-    result: dict[int, list[tuple[int, ...]]] = {}
-    for holder in holders:
-        module = plan.modules[holder.module]
-        stage = module.replicas[holder.replica].stages[holder.stage]
-        for ranks in tensor_parallel_groups(stage):
-            places = _places(ranks)
-            share = 0
-            if module.shares_over_replicas:
-                groups = module.sharing_groups(holder.replica, holder.stage)
-                shares = {group.index(rank) for group, rank in zip(groups, places, strict=True)}
-                if len(shares) > 1:
-                    raise UserError(
-                        f"plan: modules.{holder.module}.sharded_replicas: the ranks of its tensor-parallel groups "
-                        "alternate; number those of a replica one after the other"
-                    )
-                share = shares.pop()
-            result.setdefault(share, []).append(tuple(places))
-    return list(result.values())
-
-
-def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:
-    """Returns the ranks that hold each piece."""
-    return [
-        tuple(sorted({places[piece * len(places) // num_pieces] for places in members})) for piece in range(num_pieces)
-    ]
-
-
-def _check_members(reduction: Reduce, members: Sequence[tuple[int, ...]]) -> None:
-    """Checks that a rank that holds the layers several times has the same shard each time."""
-    place_of: dict[int, tuple[int, int]] = {}
-    for places in members:
-        for place, rank in enumerate(places):
-            if place_of.setdefault(rank, (place, len(places))) != (place, len(places)):
-                raise UserError(
-                    f"plan: rank {rank} has different positions in the groups that hold layers {reduction.first}.."
-                    f"{reduction.last - 1} of {reduction.module}; give groups with all ranks in common, or none"
-                )

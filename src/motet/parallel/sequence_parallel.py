@@ -1,7 +1,7 @@
 """Sequence parallelism inside a tensor-parallel group: between parallel regions each rank holds a share of the tokens.
 
 (Korthikanti et al. 2022, section 4.2.2.) The first layer of a stage scatters the sequence, the last one gathers it. A
-stage of a language model whose neighbour is cut alike hands on its share instead (`hand_on_shares`). Inside a layer,
+stage of a language model whose neighbour is cut alike passes its share instead (`hand_on_shares`). Inside a layer,
 norms, residuals and dropout see a share; attention and MLP gather their input, since HF attentions take the sequence
 length from it, and their row linears sum and scatter.
 

@@ -7,14 +7,21 @@ Candidates are
 * layouts of `own_layouts`, ordered by a lower bound and an estimate of memory, and simulated only while their bound is
   below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
 
+What the user leaves open (microbatches, recomputation, a sharded optimizer's state) is searched first, over chains of
+layers under all variants (`motet.planner.variants`); the named planners then only matter where they beat that, and all
+families of layouts are searched under the variants of the fastest chains.
+
 Then `auto` tries the fastest few that do not fit with parameters that their replicas share
-(`motet.planner.sharing`), the best few under other schedules, and the best and the fastest that does not fit with
-sequence parallelism. Plans that fit go before plans that are fast. If none fits, it searches again under options that
-save memory, the least intrusive first: the optimizer's state sharded, blocks recomputed, both, both with more
-microbatches. It takes the plan of the first that fits. Recomputation belongs to the plan, where the user has left it
-open; other options are the user's, so the plan then does not fit as it is, and the report's suggestions name them. A
-lower bound over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be
-from the best.
+(`motet.planner.sharing`), the best few under other schedules, the best and the fastest that does not fit with sequence
+parallelism, and the best under balanced assignments. Plans that fit go before plans that are fast. If none fits, and
+the user has fixed these options, it searches again under options that save memory, the least intrusive first. It takes
+the plan of the first that fits. The options are the user's, so the plan then does not fit as it is, and the report's
+suggestions name them. A lower bound over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how
+far the choice can be from the best.
+
+A search can be ended at any time, by a budget or an interrupt (`motet.planner.ending`); it then has the best of what it
+has simulated, and no lower bound.
+
 `motet.planner.distmm.local_search` searches plans of contrastive towers.
 
 `own_layouts` has these families of layouts, some of which no paper has:
@@ -35,10 +42,12 @@ be missed; the lower bound then tells by how much at most.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence, Set
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, product
 from math import inf
 from typing import NamedTuple
 
@@ -47,16 +56,18 @@ from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
 from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.distmm.local_search import search_towers
+from motet.planner.ending import Progress, silent, until
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
-from motet.planner.layout import Chunk, Layout, Placement, cut_chain, cut_module, has_few_stages
+from motet.planner.layout import Chunk, Layout, Placement, cut_chain, cut_module, has_few_stages, layout_plan
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
-from motet.planner.search import layouts_of
+from motet.planner.search import Cutoff, layouts_of
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.planner.sharing import sharing_plans
+from motet.planner.variants import best_variants, is_free, microbatch_numbers, promising, variant
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -78,6 +89,26 @@ MAX_ACTIONS = 15_000
 NUM_RESCHEDULED = 3
 """Number of the best plans that are tried under other schedules."""
 UNLIMITED_BYTES = 2**60
+MAX_VARIANTS = 16
+"""Chains of all variants that are simulated."""
+MAX_VARIANT_ACTIONS = 30_000
+"""Limit on the actions of these simulations together."""
+NUM_MISFITS = 4
+"""Of these, the most that are simulated though they seem not to fit, or did not."""
+NUM_FILLED = 16
+"""With so many microbatches for each group, a pipeline's bubble is small without interleaving."""
+CUTOFF = 1.15
+"""Seconds over the fastest plan's up to which degrees are laid out: sequence parallelism makes them faster than their
+bound."""
+MIN_UNEVEN = 0.1
+"""Share by which the longest sample exceeds the mean, in some module, before assignments are compared."""
+MIN_BUDGET_S = 0.01
+NUM_VARIANTS = 1
+"""Variants, those of the fastest chains, under which all families of layouts are searched."""
+BALANCED = ("balanced", "entrain")
+"""Assignments that the best plan is tried under where the user leaves that open."""
+NUM_BEST = 10
+"""Number of plans that a choice keeps to be compared."""
 NUM_SHARED = 4
 """Number of plans that do not fit, the fastest ones, that are tried with parameters that replicas share."""
 NUM_PROMISING = 2
@@ -93,12 +124,16 @@ BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble
 def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     """All layouts of the families above. `schedules`: those that may be used."""
     for layout in _families(problem, schedules):
-        cut: dict[str, set[int]] = {}
-        for chunk in layout.chunks:
-            tp = layout.tp(chunk.module, chunk.group)
-            if tp > 1:
-                cut.setdefault(chunk.module, set()).add(tp)
-        yield replace(layout, sequence_parallel=_knows_sequence_parallelism(problem, cut))
+        yield _with_sequence_parallelism(problem, layout)
+
+
+def _with_sequence_parallelism(problem: PlanningProblem, layout: Layout) -> Layout:
+    cut: dict[str, set[int]] = {}
+    for chunk in layout.chunks:
+        tp = layout.tp(chunk.module, chunk.group)
+        if tp > 1:
+            cut.setdefault(chunk.module, set()).add(tp)
+    return replace(layout, sequence_parallel=_knows_sequence_parallelism(problem, cut))
 
 
 def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
@@ -111,7 +146,19 @@ def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
     num_devices = problem.num_devices
-    separate = list(layouts_of(problem, cut_module, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True))
+    cutoff = Cutoff(problem)
+    separate = list(
+        layouts_of(
+            problem,
+            cut_module,
+            num_devices,
+            PLANNER,
+            placements,
+            MAX_COUNTS,
+            chooses_cp=True,
+            may_be_fast=cutoff.may_be_fast,
+        )
+    )
     yield from separate
     costs = LayoutCosts(problem)
     separate.sort(key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))
@@ -176,20 +223,66 @@ def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
         for tp, cp in product(tp_sizes(problem, backbone), cp_sizes(problem, backbone, dp)):
             number, left = divmod(problem.num_devices, dp * tp * cp)
             if number and not left and all(tp * cp in sizes for sizes in others):
-                yield EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+                groups = EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+                if problem.cutoff_s == inf or _least_s(problem, groups) < problem.cutoff_s:
+                    yield groups
+
+
+def _least_s(problem: PlanningProblem, groups: EqualGroups) -> float:
+    """The iteration if the groups share all work evenly."""
+    seconds = sum(map(sum, groups.layer_seconds(problem).values()))
+    return problem.num_microbatches * seconds / groups.number
 
 
 def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
     for groups in equal_groups(problem):
-        if groups.number > 1 or num_chunks == 1:
-            yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)])
+        yield from _rounds(problem, groups, num_chunks)
 
 
 def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
     for groups in equal_groups(problem):
-        if groups.number > 1:
-            there = list(range(groups.number))
-            yield from _chain(problem, groups, [*there, *reversed(there)], V_SHAPED)
+        yield from _there_and_back(problem, groups)
+
+
+def spread(problem: PlanningProblem) -> Iterator[Layout]:
+    """Each module over all groups, with a stage on each."""
+    for groups in equal_groups(problem):
+        yield from _spread(problem, groups)
+
+
+def divisions(problem: PlanningProblem) -> Iterator[tuple[PlanningProblem, EqualGroups, float, int]]:
+    """All equal groups on any of `device_counts`, with the seconds of all layers for a microbatch and the number of
+    groups."""
+    for num_devices in device_counts(problem):
+        smaller = problem.with_num_devices(num_devices)
+        for groups in equal_groups(smaller):
+            yield smaller, groups, sum(map(sum, groups.layer_seconds(smaller).values())), groups.number
+
+
+def chains_on(problem: PlanningProblem, groups: EqualGroups, *, schedules: Sequence[str]) -> Iterator[Layout]:
+    """`chains`, `v_shaped` and `spread` on these groups; those with several runs on a group only where a pipeline's
+    bubble is not small anyway."""
+    has_bubble = problem.num_microbatches < NUM_FILLED * groups.number
+    layouts = [_rounds(problem, groups, 1)]
+    if has_bubble and INTERLEAVED in schedules:
+        layouts += [_rounds(problem, groups, v) for v in VIRTUAL_STAGES if v > 1]
+    if has_bubble and V_SHAPED in schedules:
+        layouts.append(_there_and_back(problem, groups))
+    if len(problem.modules) > 1:
+        layouts.append(_spread(problem, groups))
+    for layout in chain.from_iterable(layouts):
+        yield _with_sequence_parallelism(problem, layout)
+
+
+def _rounds(problem: PlanningProblem, groups: EqualGroups, num_chunks: int) -> Iterator[Layout]:
+    if groups.number > 1 or num_chunks == 1:
+        yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)])
+
+
+def _there_and_back(problem: PlanningProblem, groups: EqualGroups) -> Iterator[Layout]:
+    if groups.number > 1:
+        there = list(range(groups.number))
+        yield from _chain(problem, groups, [*there, *reversed(there)], V_SHAPED)
 
 
 def _chain(
@@ -203,19 +296,26 @@ def _chain(
             yield groups.layout(chunks, schedule)
 
 
-def spread(problem: PlanningProblem) -> Iterator[Layout]:
-    """Each module over all groups, with a stage on each."""
-    for groups in equal_groups(problem):
-        if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
-            continue
-        costs = groups.layer_seconds(problem)
-        yield groups.layout(
-            [
-                Chunk(name, run, group)
-                for name in problem.modules
-                for group, run in enumerate(partition(costs[name], groups.number))
-            ]
-        )
+def _spread(problem: PlanningProblem, groups: EqualGroups) -> Iterator[Layout]:
+    if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
+        return
+    costs = groups.layer_seconds(problem)
+    yield groups.layout(
+        [
+            Chunk(name, run, group)
+            for name in problem.modules
+            for group, run in enumerate(partition(costs[name], groups.number))
+        ]
+    )
+
+
+class Point(NamedTuple):
+    """A simulated plan."""
+
+    iteration_time_s: float
+    peak_memory_bytes: int
+    fits: bool
+    planner: str
 
 
 @dataclass(frozen=True)
@@ -235,6 +335,14 @@ class Choice:
     """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
     repaired_s: float | None = None
     """Seconds of the chosen plan's iteration under the options that make it fit, if no plan fits as the problem is."""
+    best: tuple[Evaluation, ...] = ()
+    """The best of all simulated plans, best first, at most `NUM_BEST`."""
+    points: tuple["Point", ...] = ()
+    """Time and memory of all simulated plans."""
+    assignments_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the chosen layout under the assignments that were compared, where the user leaves that open."""
+    ended_early: str | None = None
+    """Why the search ended before all was tried."""
 
     @property
     def best_named(self) -> str | None:
@@ -246,15 +354,13 @@ class Choice:
         plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
         parts = [f"{_shape(plan)} under {plan.schedule}"]
         num_devices = self.evaluation.problem.num_devices
+        parts[0] += f", {plan.num_microbatches} microbatches"
+        parts += [f"blocks of {' and '.join(plan.recompute)} recomputed"] if plan.recompute else []
+        parts += ["optimizer's state sharded"] if plan.zero1 else []
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
         if self.repaired_s is not None:
-            if self.evaluation.fits:
-                parts.append("it fits with recomputation, and no plan fits without")
-            else:
-                parts.append(
-                    f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit"
-                )
+            parts.append(f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit")
         elif self.found_by != PLANNER:
             parts.append(f"the plan of {self.found_by}")
         elif self.best_named is not None:
@@ -266,6 +372,14 @@ class Choice:
                 parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
+        elif self.too_slow:
+            name = min(self.too_slow, key=lambda name: self.too_slow[name])
+            gain = self.too_slow[name] / seconds - 1
+            parts.append(f"every named planner that fits is at least {gain:.1%} slower")
+        if len(self.assignments_s) > 1:
+            parts.append(_deferral_text(self.assignments_s))
+        if self.ended_early is not None:
+            parts.append(self.ended_early)
         if self.repaired_s is None and self.lower_bound_s is not None and self.lower_bound_s < inf:
             # Rounding may put the bound just above the plan that it equals.
             parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above the lower bound")
@@ -273,89 +387,296 @@ class Choice:
 
 
 def choose_among(
-    problem: PlanningProblem, named: Mapping[str, PlanFunction], *, placement: Placement | None = None
+    problem: PlanningProblem,
+    named: Mapping[str, PlanFunction],
+    *,
+    placement: Placement | None = None,
+    budget_s: float | None = None,
+    interruptible: bool = False,
+    progress: Progress = silent,
 ) -> Choice:
     """Chooses among the plans of the named planners, which keep to the user's limits, and its own layouts. `placement`
     is passed on to the named planners; own layouts are left out then.
 
-    Raises `UserError` if there is no plan."""
+    `budget_s`: seconds after which the search ends with the best plan so far, as an interrupt does if it is
+    `interruptible`. `progress` is told what is found. Raises `UserError` if there is no plan."""
     # There are hardly any cycles of garbage here, and collecting them would take a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()
     try:
         if problem.loss_module is not None:
             return _choose_towers(problem, placement)
-        choice = _choose(problem, named, placement)
-        return choice if choice.evaluation.fits else _choose_repaired(problem, named, placement, choice)
+        begin_s = time.monotonic()
+        choice = _choose(problem, named, placement, budget_s, interruptible, progress)
+        # What is open has been searched; other options are the user's.
+        if choice.evaluation.fits or choice.ended_early or problem.microbatch_numbers:
+            return choice
+        left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
+        return _choose_repaired(problem, named, placement, choice, left_s, interruptible, progress)
     finally:
         if was_collecting:
             gc.enable()
 
 
-def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None) -> Choice:
-    schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
-    named, too_slow, refused = _named(problem, planners, placement, schedules)
-    evaluations = list(named.values())
-    if placement is None:
-        layouts = [
-            layout
-            for num_devices in device_counts(problem)
-            for layout in own_layouts(problem.with_num_devices(num_devices), schedules)
+def _choose(
+    problem: PlanningProblem,
+    planners: Mapping[str, PlanFunction],
+    placement: Placement | None,
+    budget_s: float | None,
+    interruptible: bool,
+    progress: Progress,
+) -> Choice:
+    search = _Search(problem, planners, placement, progress)
+    with until(budget_s, interruptible=interruptible) as ending:
+        search.run()
+    if not search.evaluations:
+        if ending.why is not None:
+            raise UserError(
+                f"parallel.planner: auto found no plan before the search ended ({ending.why}); give it longer"
+            )
+        raise UserError(_why_none(problem, placement, search.refused))
+    return search.choice(ending.why)
+
+
+class _Search:
+    """One search, which can be ended at any time: `evaluations` holds all that was simulated so far."""
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        planners: Mapping[str, PlanFunction],
+        placement: Placement | None,
+        progress: Progress,
+    ) -> None:
+        self.problem, self.planners, self.placement = problem, planners, placement
+        self.schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
+        self._progress = progress
+        self.evaluations: list[Evaluation] = []
+        self.named: dict[str, Evaluation] = {}
+        self.too_slow: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
+        self.assignments_s: dict[str, float] = {}
+
+    def run(self) -> None:
+        searches_variants = self.placement is None and is_free(self.problem)
+        if searches_variants:
+            self._search_variants()
+        self._ask_planners()
+        if self.placement is None:
+            self._search_layouts(self._variants() if searches_variants else [self.problem])
+        if not self.evaluations:
+            return
+        self._improve()
+        if self.problem.chooses_assignment:
+            self._compare_assignments()
+
+    def add(self, found: Iterable[Evaluation], what: str) -> None:
+        for evaluation in found:
+            is_better = not self.evaluations or rank(evaluation) < rank(min(self.evaluations, key=rank))
+            self.evaluations.append(evaluation)
+            if is_better:
+                fits = "" if evaluation.fits else ", does not fit"
+                self._progress(f"{what}: {evaluation.iteration_time_s * 1e3:.2f} ms{fits}")
+
+    def _fastest_s(self) -> float:
+        return min((e.iteration_time_s for e in self.evaluations if e.fits), default=inf)
+
+    def _search_variants(self) -> None:
+        """Simulates the most promising chains of all variants."""
+        num_actions = 0
+        found = promising(self.problem, divisions, partial(chains_on, schedules=self.schedules))
+        self._progress(f"{len(found)} chains of layers under all options that are open")
+        num_misfits = 0
+        for each in found:
+            if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= MAX_VARIANTS:
+                break
+            if each.bound_s >= self._fastest_s() or (not each.fits and num_misfits >= NUM_MISFITS):
+                continue
+            evaluation = evaluate(each.problem, layout_plan(each.problem, each.layout))
+            num_actions += evaluation.num_actions
+            num_misfits += not evaluation.fits
+            self.add([evaluation], "a chain")
+
+    def _variants(self) -> list[PlanningProblem]:
+        """The variants of the best chains, and the problem as it is."""
+        seconds = [(e.problem, e.iteration_time_s if e.fits else inf) for e in self.evaluations]
+        return list(best_variants(seconds, NUM_VARIANTS)) or [self.problem]
+
+    def _ask_planners(self) -> None:
+        for name, make_plan in self.planners.items():
+            # The bounds hold for the planners' own schedules, not for others that the user may ask for.
+            cutoff_s = self._fastest_s() if self.problem.schedules is None else inf
+            try:
+                plan = make_plan(self.problem.with_cutoff(cutoff_s), placement=self.placement)
+                evaluation = evaluate(self.problem, plan)
+            except TooSlowError as error:
+                self.too_slow[name] = error.at_least_s
+                continue
+            except UserError as error:
+                self.refused[name] = str(error)
+                continue
+            is_allowed = evaluation.plan.schedule in self.schedules
+            allowed = [evaluation] if is_allowed else _under(evaluation, self.schedules)
+            if allowed:
+                self.named[name] = min(allowed, key=rank)
+                self.add([self.named[name]], name)
+            else:
+                self.refused[name] = f"its plan needs schedule {evaluation.plan.schedule}, which is not allowed"
+
+    def _search_layouts(self, problems: Iterable[PlanningProblem]) -> None:
+        """Simulates the most promising layouts of all families under these variants."""
+        for problem in problems:
+            # Of layouts that cannot be faster, most are left out before they are laid out.
+            faster = problem.with_cutoff(CUTOFF * self._fastest_s())
+            layouts = [
+                layout
+                for num_devices in device_counts(problem)
+                for layout in own_layouts(faster.with_num_devices(num_devices), self.schedules)
+            ]
+            self.add(best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations), "a layout")
+            if MEMORY_AWARE in self.schedules:
+                known = self.evaluations
+                self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
+            if may_share_experts(problem):
+                sharing = replace(problem, shares_experts=True)
+                found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
+                self.add(found, "experts shared")
+
+    def _improve(self) -> None:
+        """Tries the best plans with shared parameters, sequence parallelism and other schedules."""
+        self.add(_sharing(self.evaluations), "parameters shared")
+        self.add(
+            [found for each in _best(self.evaluations) for found in _sequence_parallel(each)], "sequence parallelism"
+        )
+        self.add(_rescheduled(_best(self.evaluations), self.schedules), "another schedule")
+        best = min(self.evaluations, key=rank)
+        self.add(_sequence_parallel(best), "sequence parallelism")
+        # Sequence parallelism saves activations too, so a faster plan that does not fit may fit with it.
+        missed = [
+            e
+            for e in self.evaluations
+            if best.fits
+            and not e.fits
+            and e.iteration_time_s < best.iteration_time_s
+            and not _is_sequence_parallel(e.plan)
         ]
-        evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
-        if MEMORY_AWARE in schedules:
-            evaluations += within_memory(problem, layouts, MEMORY_AWARE, known=evaluations)
-        if may_share_experts(problem):
-            sharing = replace(problem, shares_experts=True)
-            evaluations += best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
-    if not evaluations:
-        raise UserError(_why_none(problem, placement, refused))
-    evaluations += _sharing(problem, evaluations)
-    evaluations += [found for each in _best(evaluations) for found in _sequence_parallel(each)]
-    evaluations += _rescheduled(_best(evaluations), schedules)
-    best = min(evaluations, key=rank)
-    evaluations += _sequence_parallel(best)
-    # Sequence parallelism saves activations too, so a faster plan that does not fit may fit with it.
-    missed = [
-        e
-        for e in evaluations
-        if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s and not _is_sequence_parallel(e.plan)
-    ]
-    evaluations += _sequence_parallel(min(missed, key=lambda e: e.iteration_time_s)) if missed else []
-    best = min(evaluations, key=rank)
-    found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
-    plan = replace(best.plan, planner=PLANNER)
-    return Choice(
-        evaluation=replace(best, plan=plan),
-        found_by=found_by,
-        named=named,
-        too_slow=too_slow,
-        refused=refused,
-        lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
+        if missed:
+            fastest = min(missed, key=lambda e: e.iteration_time_s)
+            self.add(_sequence_parallel(fastest), "sequence parallelism")
+
+    def _compare_assignments(self) -> None:
+        """Tries the best plan under balanced assignments; samples that are nearly alike leave nothing to balance."""
+        best = min(self.evaluations, key=rank)
+        if not any(_are_uneven(best.problem, name) for name in best.problem.modules):
+            return
+        found = {best.plan.assignment: best}
+        for name in BALANCED:
+            with suppress(UserError):
+                found[name] = evaluate(best.problem, replace(best.plan, assignment=name))
+        self.add(found.values(), "another assignment")
+        self.assignments_s = {name: each.iteration_time_s for name, each in found.items()}
+
+    def choice(self, ended_early: str | None) -> Choice:
+        best = min(self.evaluations, key=rank)
+        found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
+        plan = replace(best.plan, planner=PLANNER)
+        plans = [each.plan for each in self.evaluations]
+        return Choice(
+            evaluation=replace(best, plan=plan),
+            found_by=found_by,
+            named=self.named,
+            too_slow=self.too_slow,
+            refused=self.refused,
+            lower_bound_s=None if ended_early else _bound_of_variants(self.problem, plans, plan),
+            best=_distinct(self.evaluations),
+            points=_points(self.evaluations),
+            assignments_s=self.assignments_s,
+            ended_early=ended_early,
+        )
+
+
+def _are_uneven(problem: PlanningProblem, name: str) -> bool:
+    tokens = [sample.num_tokens(name) for sample in problem.samples]
+    return max(tokens) > (1 + MIN_UNEVEN) * sum(tokens) / len(tokens)
+
+
+def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
+    """The bound over all variants: without recomputation, whatever the memory, for each number of microbatches."""
+    if not is_free(problem):
+        return _bound_of_choice(problem, candidates, chosen)
+    bounds = []
+    for number in microbatch_numbers(problem):
+        changed = variant(problem, number, problem.recompute, zero1=problem.memory.zero1 or problem.chooses_zero1)
+        if changed is not None:
+            if problem.chooses_recompute:
+                changed = _with_all_memory(changed)
+            bounds.append(_bound_of_choice(changed, candidates, chosen))
+    return min(bounds)
+
+
+def _with_all_memory(problem: PlanningProblem) -> PlanningProblem:
+    device = replace(problem.cluster.device, memory_bytes=UNLIMITED_BYTES)
+    cluster = replace(problem.cluster, device=device)
+    return problem.with_options(cluster=cluster, memory=replace(problem.memory, zero1=True))
+
+
+def _deferral_text(assignments_s: Mapping[str, float]) -> str:
+    """Whether balancing pays, and deferral beside it."""
+    given = next(iter(assignments_s))
+    balanced_s = assignments_s.get("balanced", assignments_s[given])
+    gain = assignments_s[given] / balanced_s - 1
+    text = f"balanced microbatches are {abs(gain):.1%} {'faster' if gain >= 0 else 'slower'} than {given} ones"
+    if "entrain" in assignments_s:
+        pays = balanced_s / assignments_s["entrain"] - 1
+        text += f", and deferral {'pays' if pays > 0 else 'costs'} {abs(pays):.1%} beside"
+    return text
+
+
+def _distinct(evaluations: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
+    """The best plans, best first, without those that another planner found too."""
+    found: list[Evaluation] = []
+    contents: list[Plan] = []
+    for evaluation in sorted(evaluations, key=rank):
+        # What a plan's planner is called makes no other plan.
+        content = replace(evaluation.plan, planner=PLANNER)
+        if len(found) < NUM_BEST and content not in contents:
+            found.append(evaluation)
+            contents.append(content)
+    return tuple(found)
+
+
+def _points(evaluations: Iterable[Evaluation]) -> tuple[Point, ...]:
+    return tuple(
+        Point(e.iteration_time_s, max(e.result.peak_memory_bytes), e.fits, e.plan.planner) for e in evaluations
     )
 
 
 def _choose_repaired(
-    problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None, choice: Choice
+    problem: PlanningProblem,
+    planners: Mapping[str, PlanFunction],
+    placement: Placement | None,
+    choice: Choice,
+    budget_s: float | None,
+    interruptible: bool,
+    progress: Progress,
 ) -> Choice:
-    """The plan that fits under the first of the options that save memory; `choice` if none does."""
+    """The plan that fits under the first of the options that save memory, of those that are not open; `choice` if none
+    does."""
+    begin_s = time.monotonic()
     for changed in _saving_memory(problem):
         with suppress(UserError):
-            found = _choose(changed, planners, placement)
+            left_s = None if budget_s is None else max(MIN_BUDGET_S, budget_s - (time.monotonic() - begin_s))
+            found = _choose(changed, planners, placement, left_s, interruptible, progress)
+            if found.ended_early:
+                return replace(choice, ended_early=found.ended_early)
             if not found.evaluation.fits:
                 continue
             fitting = found.evaluation.plan
-            own = replace(problem, recompute=changed.recompute) if problem.chooses_recompute else problem
-            plan = replace(
-                fitting,
-                num_microbatches=problem.num_microbatches,
-                recompute=tuple(
-                    name for name in fitting.modules if fitting.modules[name].data_module(name) in own.recompute
-                ),
-            )
+            recomputed = (n for n in fitting.modules if fitting.modules[n].data_module(n) in problem.recompute)
+            plan = replace(fitting, num_microbatches=problem.num_microbatches, recompute=tuple(recomputed), zero1=False)
             return replace(
                 choice,
-                evaluation=evaluate(own, plan),
+                evaluation=evaluate(problem, plan),
                 found_by=found.found_by,
                 repaired_s=found.evaluation.iteration_time_s,
             )
@@ -394,16 +715,19 @@ def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return best
 
 
-def _sharing(problem: PlanningProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def _sharing(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The fastest plans that do not fit, with parameters that replicas share."""
     fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
     missed = [
         e
         for e in evaluations
-        if not e.fits and e.iteration_time_s < fastest and all(m.ep == 1 for m in e.plan.modules.values())
+        if not e.fits
+        and e.iteration_time_s < fastest
+        and not e.problem.memory.zero1
+        and all(module.ep == 1 for module in e.plan.modules.values())
     ]
     tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
-    return [evaluate(problem, plan) for each in tried for plan in sharing_plans(problem, each.plan)]
+    return [evaluate(each.problem, plan) for each in tried for plan in sharing_plans(each.problem, each.plan)]
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
@@ -440,37 +764,9 @@ def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Cho
         too_slow={},
         refused={},
         lower_bound_s=None,
+        best=_distinct([found.best, found.of_distmm]),
+        points=_points([found.best, found.of_distmm]),
     )
-
-
-def _named(
-    problem: PlanningProblem,
-    planners: Mapping[str, PlanFunction],
-    placement: Placement | None,
-    schedules: Sequence[str],
-) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
-    """The `named`, `too_slow` and `refused` of a `Choice`."""
-    named: dict[str, Evaluation] = {}
-    too_slow: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for name, make_plan in planners.items():
-        # The bounds hold for the planners' own schedules, not for others that the user may ask for.
-        fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
-        cutoff_s = min(fitting, default=inf)
-        try:
-            evaluation = evaluate(problem, make_plan(problem.with_cutoff(cutoff_s), placement=placement))
-        except TooSlowError as error:
-            too_slow[name] = error.at_least_s
-            continue
-        except UserError as error:
-            refused[name] = str(error)
-            continue
-        allowed = [evaluation] if evaluation.plan.schedule in schedules else _under(evaluation, schedules)
-        if allowed:
-            named[name] = min(allowed, key=rank)
-        else:
-            refused[name] = f"its plan needs schedule {evaluation.plan.schedule}, which is not allowed"
-    return named, too_slow, refused
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
@@ -549,9 +845,7 @@ def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chose
     if any(module.ep > 1 for module in chosen.modules.values()):
         problem = replace(problem, shares_experts=True)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
-        device = replace(problem.cluster.device, memory_bytes=UNLIMITED_BYTES)
-        cluster, memory = replace(problem.cluster, device=device), replace(problem.memory, zero1=True)
-        problem = replace(problem, cluster=cluster, memory=memory)
+        problem = _with_all_memory(problem)
     bound_s = bound_of_all(problem, candidates, chosen)
     if not _is_sequence_parallel(chosen):
         return bound_s

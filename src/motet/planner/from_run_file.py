@@ -73,6 +73,9 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         )
         for name, node in graph.modules.items()
     }
+    given = config.parallel.model_fields_set
+    # Templates for failures take these from the run file.
+    is_open = config.train.failures is None and not graph.of_kind("loss")
     queries = {name: modules.pop(name) for name, w in workloads.items() if w.family == QUERY_TOKENS}
     return PlanningProblem(
         modules=modules,
@@ -80,16 +83,20 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         edges=tuple(edge for edge in graph.edges if edge.source not in queries),
         cluster=cluster,
         table=table,
-        computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
+        computed=compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
         samples=tuple(samples),
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
         schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
-        dp_sizes=_dp_sizes(config),
+        dp_sizes=_dp_sizes(config, config.parallel.num_microbatches),
         assignment=config.parallel.assignment,
         max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
-        chooses_recompute="recompute" not in config.parallel.model_fields_set,
+        chooses_recompute="recompute" not in given,
+        chooses_zero1=is_open and "zero1" not in given,
+        chooses_assignment=is_open and "assignment" not in given and config.parallel.max_packed_tokens is None,
+        microbatch_numbers=_numbers(config) if is_open and "num_microbatches" not in given else (),
+        free_dp_sizes=_dp_sizes(config, 1),
         contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),
         may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
@@ -275,21 +282,29 @@ def _read_costs(
         short = {n: workload for n, workload in workloads.items() if workload.family in (CONTRASTIVE, QUERY_TOKENS)}
         if not short:
             return table
-        computed = _compute_costs(config, short, cluster, {1})
+        computed = compute_costs(config, short, cluster, {1})
         return replace(table, modules={**table.modules, **computed.modules})
-    return _compute_costs(config, workloads, cluster, tp_sizes)
+    return compute_costs(config, workloads, cluster, tp_sizes)
 
 
-def _compute_costs(
-    config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster, tp_sizes: Set[int]
+def compute_costs(
+    config: RunConfig,
+    workloads: Mapping[str, ModuleWorkload],
+    cluster: Cluster,
+    tp_sizes: Set[int],
+    *,
+    speeds: Speeds | None = None,
 ) -> CostTable:
+    """Costs computed from the cluster's speeds. `speeds`: None: those of the run file, else of the catalogue."""
+    if speeds is None and config.cluster.speeds is not None:
+        speeds = Speeds.load(config.cluster.speeds)
     return analytic_table(
         workloads,
         cluster,
         dtype=config.train.dtype,
         dtype_bytes=DTYPE_BYTES[config.train.dtype],
         tp_sizes=sorted(tp_sizes),
-        speeds=None if config.cluster.speeds is None else Speeds.load(config.cluster.speeds),
+        speeds=speeds,
     )
 
 
@@ -333,9 +348,15 @@ def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[i
     return tuple(size for size in sizes if size in table.modules.get(name, ())) or sizes
 
 
-def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
+def _numbers(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of microbatches of a replica, from which `auto` may choose."""
+    size = config.train.global_batch_size
+    return tuple(sorted({*(2**i for i in range(size.bit_length())), min(config.parallel.num_microbatches, size)}))
+
+
+def _dp_sizes(config: RunConfig, num_microbatches: int) -> tuple[int, ...]:
     cluster = config.cluster
-    most = min(config.train.global_batch_size // config.parallel.num_microbatches, cluster.num_devices)
+    most = min(config.train.global_batch_size // num_microbatches, cluster.num_devices)
     sizes = _powers_of_two(config, max(1, most))
     if not _is_cpu(config) and cluster.num_devices.bit_count() > 1:  # It is not a power of two.
         sizes = tuple(sorted({*sizes, *(3 * dp for dp in sizes if 3 * dp <= most)}))

@@ -152,7 +152,17 @@ class PlanningProblem:
     """Like the field of the plan."""
     recompute: tuple[str, ...] = ()
     chooses_recompute: bool = False
-    """Planner `auto` may recompute blocks of other modules than `recompute` says, where no plan fits otherwise."""
+    """Planner `auto` may recompute blocks of other modules than `recompute` says."""
+    chooses_zero1: bool = False
+    """Planner `auto` may shard the optimizer's state, where replicas do not share their parameters."""
+    chooses_assignment: bool = False
+    """Planner `auto` may take another `assignment`."""
+    microbatch_numbers: tuple[int, ...] = ()
+    """Numbers of microbatches that planner `auto` may choose; (): `num_microbatches` alone."""
+    free_dp_sizes: tuple[int, ...] = ()
+    """Data-parallel sizes for one microbatch; more microbatches leave out those that have too few samples."""
+    plans_zero1: bool = False
+    """Whether plans say that the optimizer's state is sharded; else the run file does."""
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
@@ -206,6 +216,7 @@ class PlanningProblem:
             assignment=self.assignment,
             max_packed_tokens=self.max_packed_tokens,
             recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
+            zero1=self.plans_zero1,
         )
         return on_nodes(plan, self.cluster.devices_per_node)
 
@@ -256,6 +267,12 @@ class PlanningProblem:
     def num_contrastive_batches(self) -> int:
         """Number of contrastive batches in a global batch."""
         return -(-len(self.samples) // (self.contrastive_batch_size or len(self.samples)))
+
+    def with_options(self, **changes: Any) -> "PlanningProblem":
+        """The same modules, samples and costs with other options. The kinds of samples are remembered."""
+        changed = replace(self, **changes)
+        changed._known["kinds of samples"] = self.sample_kinds
+        return changed
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
         """The same problem on the first devices. Remembered results are shared."""

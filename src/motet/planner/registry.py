@@ -18,6 +18,7 @@ from motet.planner.baselines import (
 from motet.planner.degrees import check_allows_cp_1, check_limits, check_within_limits
 from motet.planner.distmm.planner import distmm
 from motet.planner.disttrain.planner import disttrain
+from motet.planner.ending import Progress, silent
 from motet.planner.entrain.planner import entrain
 from motet.planner.fsdp import fsdp
 from motet.planner.layout import Placement, explicit_plan
@@ -114,8 +115,16 @@ def make_plan(
     return _plan_within_limits(problem, planner, placement=placement)
 
 
-def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
-    """Chooses for planner `auto`: the fastest of the named planners' plans and its own.
+def choose(
+    problem: PlanningProblem,
+    *,
+    placement: Placement | None = None,
+    budget_s: float | None = None,
+    interruptible: bool = False,
+    progress: Progress = silent,
+) -> Choice:
+    """Chooses for planner `auto`: the fastest of the named planners' plans and its own. `budget_s`, `interruptible`,
+    `progress`: see `choose_among`.
 
     Raises `UserError` if there is no plan."""
     tried = [name for name, entry in PLANNERS.items() if entry.is_tried_by_auto]
@@ -124,7 +133,9 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
         for name in sorted(tried, key=lambda name: not PLANNERS[name].is_tried_first)
     }
     check_limits(problem)
-    return choose_among(problem, named, placement=placement)
+    return choose_among(
+        problem, named, placement=placement, budget_s=budget_s, interruptible=interruptible, progress=progress
+    )
 
 
 def _plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:

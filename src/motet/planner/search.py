@@ -42,7 +42,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Sequ
         if "replicated" in placements:
             evaluations = _replicated(problem, cut, num_devices, planner)
         else:
-            cutoff = _Cutoff(problem)
+            cutoff = Cutoff(problem)
             layouts = layouts_of(problem, cut, num_devices, planner, placements, may_be_fast=cutoff.may_be_fast)
             try:
                 evaluations = best_layout(problem, layouts)
@@ -56,7 +56,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Sequ
     raise _why_none(problem, planner, placements)
 
 
-class _Cutoff:
+class Cutoff:
     """Leaves out degrees with which one stage alone takes as long as plans may: most degrees, where many are tried."""
 
     def __init__(self, problem: PlanningProblem) -> None:

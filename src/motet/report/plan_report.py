@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from motet.costs.communication import communicator_bytes
 from motet.plan import Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
+from motet.schedule.communicators import communicators
 from motet.timeline import Timeline
 
 
@@ -45,11 +47,26 @@ def report_evaluation(
         "planning_time_s": planning_time_s,
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
         "cost_comparison": compare_costs(problem, plan),
+        "communicators": _communicators(evaluation),
         "sharing": {
             name: {"replicas": module.sharded_replicas, "after_a_failure": "training restarts from the checkpoint"}
             for name, module in plan.modules.items()
             if module.shares_over_replicas
         },
+    }
+
+
+def _communicators(evaluation: Evaluation) -> dict[str, list[int]]:
+    """By rank, the number of communicators and the bytes that they take on a device. gloo, which serves CPUs, sends all
+    messages in the group of all ranks, and keeps nothing on a device."""
+    needed, num_ranks = communicators(evaluation.plan), evaluation.plan.num_ranks
+    groups = needed.groups_by_rank(num_ranks)
+    if evaluation.problem.cluster.device.name == "cpu":
+        return {"number": groups, "bytes": [0] * num_ranks}
+    links = [sum(of_rank) for of_rank in needed.links_by_rank(num_ranks)]
+    return {
+        "number": [a + b for a, b in zip(groups, links, strict=True)],
+        "bytes": communicator_bytes(needed, num_ranks),
     }
 
 
@@ -110,6 +127,8 @@ def report_choice(choice: Choice) -> dict[str, Any]:
         },
         "too_slow": {name: {"at_least_s": seconds} for name, seconds in choice.too_slow.items()},
         "refused": dict(choice.refused),
+        "assignments_s": dict(choice.assignments_s),
+        "ended_early": choice.ended_early,
     }
 
 
@@ -170,6 +189,12 @@ def report_text(values: Mapping[str, Any]) -> str:
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}, with recomputation {values['hfu']:.1%}")
+    opened = values["communicators"]
+    if any(opened["bytes"]):
+        lines.append(
+            f"communicators: up to {max(opened['number'])} a rank, which take about {max(opened['bytes']) / 2**20:.0f} "
+            "MiB of a device beside the peak above (computed from NCCL's usual buffers)"
+        )
     lines += [
         f"{name}: {module['replicas']} replicas share parameters by rows; {module['after_a_failure']}"
         for name, module in values["sharing"].items()

@@ -15,19 +15,13 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
+from motet.devices import communication_device
 from motet.errors import UserError
 
 T = TypeVar("T")
 
 MAX_VALUE_BYTES = 2**30
 """Largest value of one rank, as JSON."""
-
-
-def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device of tensors that the group's ranks exchange."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 @cache

@@ -15,7 +15,7 @@ from motet.models.stages.stage import StageModule
 from motet.parallel.adapters import add_adapters
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
-from motet.plan import LayerRange, ModulePlan, Plan, Stage
+from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
@@ -31,14 +31,16 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
     """This process's device. Raises `ValueError` if there is none of the kind."""
     if config.cluster.device == "cpu":
         return torch.device("cpu")
-    num_devices = torch.cuda.device_count()
+    kind = config.cluster.device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    num_devices = torch.accelerator.device_count() if found is not None and found.type == kind else 0
     if local_rank >= num_devices:
         raise ValueError(
-            f"cluster.device: process {local_rank} of this machine finds {num_devices} CUDA devices; "
+            f"cluster.device: process {local_rank} of this machine finds {num_devices} {kind} devices; "
             "start one process a device or set it to cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 
 def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMaker:
@@ -136,6 +138,16 @@ def part_learning_rates(config: RunConfig) -> dict[str, float]:
     return rates
 
 
+def _averages(config: RunConfig) -> dict[str, float]:
+    """Decay of moving averages by part."""
+    return {
+        part: own.ema
+        for name, own in config.model.generators.items()
+        if own.ema is not None
+        for part in (f"{name}.module", f"{name}.projector", f"{queries_of(name)}.module")
+    }
+
+
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     """Makes the optimizer. With `train.failures`, ZeRO-1's owners are chosen later (`Optimizer.keep_alone`)."""
     zero1 = config.parallel.zero1 and config.train.failures is None
@@ -146,6 +158,7 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
         OptimizerConfig(
             learning_rate=train.learning_rate,
             part_learning_rates=part_learning_rates(config),
+            averages=_averages(config),
             weight_decay=train.weight_decay,
             betas=train.betas,
             eps=train.eps,

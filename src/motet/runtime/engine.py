@@ -17,13 +17,14 @@ from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
-from motet.parallel.mesh import build_mesh
+from motet.parallel.mesh import build_mesh, pairs_by_tag
 from motet.plan import Plan
 from motet.runtime.agreement import gather_values, is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.messages import LocalProgram, local_program
+from motet.runtime.preflight import open_communicators
 from motet.runtime.stage_runner import LossRunner, StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions
@@ -115,6 +116,8 @@ class Engine:
         if keeps_unreached:
             mine = sorted({p.name for p in self.model.parameters if p.reduce is not None})
             self._trained = sorted({name for names in gather_values(list[str], mine) for name in names})
+        if not pairs_by_tag():
+            self.open_communicators()
         self.wants_pause: Callable[[], bool] = lambda: False
         """Asked at the end of every iteration; all ranks learn whether it is true of any."""
         self.gradients_are_complete = False
@@ -126,6 +129,13 @@ class Engine:
         """Assignments of the last batches, some of which are prepared ahead."""
         self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Keeps context sequences alive for the stages, which find them by their contents."""
+
+    def open_communicators(self) -> int:
+        """Tries every link and group of the plan, and returns how many this rank has. Collective.
+
+        Raises `StepFailedError` naming a link or a group that does not work. Where communicators have to be opened, a
+        new engine has done it."""
+        return open_communicators(self.model.mesh, self.device, self.model.reducers)
 
     def keep_ahead(self, num_batches: int) -> None:
         """Keeps what was derived for so many batches in advance and for the running one, so that none is derived twice.
@@ -171,6 +181,10 @@ class Engine:
         `seed`: what dropout and the noise of generators depend on, beside stage and microbatch, or sample and item;
         None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
+        with self.executor.deadline.guarded():
+            return self._run(batch, forward_only, seed)
+
+    def _run(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> IterationResult:
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)

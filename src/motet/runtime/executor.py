@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from motet.devices import seed_generators
 from motet.models.stages.stage import Batch
 from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ class Executor:
     ) -> None:
         self.mesh, self.runners, self.reducers, self.device = mesh, runners, reducers, device
         self._overlapping = _overlapping(mesh.rank, runners, reducers, holders)
-        self._deadline = Deadline(mesh.timeout, device)
+        self.deadline = Deadline(mesh.timeout, self.describe)
         self._doing: Doing = None
         self.started_s = 0.0
         """Start of the last iteration, by `time.perf_counter`."""
@@ -74,8 +75,8 @@ class Executor:
                 state of torch's generator, and the noise of evaluation.
         """
         self._program, self._routes, self._seed = program, routes, seed
-        self._deadline.start()
-        self._mailbox = Mailbox(program, self._deadline)
+        self.deadline.start()
+        self._mailbox = Mailbox(program, self.deadline, self.mesh.links)
         self.spans = []
         self.started_s = time.perf_counter()
         with self.doing("the beginning of the iteration"):
@@ -103,7 +104,7 @@ class Executor:
                 for reducer in self.reducers.values():
                     reducer.start()
                 for reduce, reducer in self.reducers.items():
-                    reducer.finish(self._deadline, reduce)
+                    reducer.finish(self.deadline, reduce)
 
     def _forward(self, action: Compute) -> None:
         cell = action.cell
@@ -213,10 +214,7 @@ class Executor:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
         digest = hashlib.blake2b(repr((self._seed, cell)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little", signed=True)
-        # torch.manual_seed would visit every kind of device, at ten times the cost.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_generators(self.device, seed)
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
         """Sums in place over all ranks, before the deadline of the last iteration."""
@@ -227,7 +225,7 @@ class Executor:
 
     def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
         """Waits until the deadline of the last iteration. `what`: names the work in errors."""
-        self._deadline.wait(work, what, peers)
+        self.deadline.wait(work, what, peers)
 
     @contextmanager
     def measured(self, name: str, kind: str) -> Iterator[None]:
@@ -246,13 +244,13 @@ class Executor:
         except StepFailedError:
             raise
         except RuntimeError as error:
-            kind = StepTimeoutError if self._deadline.has_passed else StepFailedError
+            kind = StepTimeoutError if self.deadline.has_passed else StepFailedError
             raise kind(f"{self.describe()}: {error}") from error
         self._doing = None
 
     def overrun(self, seconds: float) -> StepTimeoutError:
         """The error for a step that took longer than `seconds`."""
-        kind = StepOverrunError if self._deadline.waiting_for is None else StepTimeoutError
+        kind = StepOverrunError if self.deadline.waiting_for is None else StepTimeoutError
         return kind(f"{self.describe()} after {seconds:g} s (train.step_timeout_s)")
 
     def describe(self) -> str:
@@ -260,9 +258,10 @@ class Executor:
         text = f"rank {self.mesh.rank} is at {self._doing}"
         if isinstance(self._doing, Compute) and len(group := self._stage(self._doing.cell).ranks) > 1:
             text += f" (together with ranks {_listed(group)})"
-        if self._deadline.waiting_for is None:
+        waiting_for = self.deadline.waiting_for
+        if waiting_for is None:
             return text
-        what, peers = self._deadline.waiting_for
+        what, peers = waiting_for
         told = what if isinstance(what, str) else f"{'message' if isinstance(what, Message) else 'the sum'} {what}"
         others = [rank for rank in peers if rank != self.mesh.rank]
         return f"{text} and waits for {told} with rank{'s' * (len(others) > 1)} {_listed(others)}"

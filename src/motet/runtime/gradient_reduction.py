@@ -132,6 +132,14 @@ class GradientReducer:
         """Whether every parameter has one local copy, so that its gradient is final in one backward."""
         return all(b.group.group is not None and all(len(c) == 1 for c in b.parameters) for b in self._buckets)
 
+    def launches(self, group: ReduceGroup) -> str:
+        """Describes the sums that are launched in a group in each iteration, in order."""
+        return ", ".join(
+            f"{sum(map(_num_elements, bucket.parameters, bucket.parts))} of {bucket.parameters[0][0].dtype}"
+            for bucket in self._buckets
+            if bucket.group == group
+        )
+
     def reached(self) -> set[Tensor]:
         """Parameters to which a microbatch of this rank brought a gradient in the iteration; after `start`."""
         return {parameter for bucket in self._buckets for parameter in bucket.reached}

@@ -1,8 +1,9 @@
 """Runs a worker on every rank: joins the processes that torchrun started, or starts its own by torchelastic.
 
-Processes of one machine are forked with everything imported (spawned on CUDA, which does not survive a fork), never
-restarted, and end together: when one fails or the user interrupts, torchelastic ends the others. The cause is the
-failure that came first, as far as processes could still write it down; of a process that was killed, the signal.
+Processes of one machine are forked with everything imported (spawned where they have accelerators, which do not
+survive a fork), never restarted, and end together: when one fails or the user interrupts, torchelastic ends the others.
+The cause is the failure that came first, as far as processes could still write it down; of a process that was killed,
+the signal.
 
 Limits: without torchrun, one machine.
 """
@@ -89,7 +90,7 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     """`worker(*args)` on every rank of one process group. Returns what it returns on rank 0 (elsewhere: None).
 
     Args:
-        worker, args: on CUDA they are pickled; elsewhere anything will do.
+        worker, args: pickled, but on CPUs, where anything will do.
         num_processes: to start; under torchrun, those that it started are taken.
         timeout_s: of the process group.
 
@@ -135,7 +136,7 @@ def _start_all(
             for rank in ranks
         },
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        start_method="spawn" if device == "cuda" else "fork",
+        start_method="fork" if device == "cpu" else "spawn",
     )
     end_signal = signal.SIGTERM
     try:
@@ -184,11 +185,11 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
     """The process group that the environment describes. `rendezvous`: the file through which ranks meet; None: where
     torchrun says."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
+    if device != "cpu":
+        torch.accelerator.set_device_index(local_rank)
     torch.set_num_threads(max(1, available_cores() // local_size))
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=None if rendezvous is None else f"file://{rendezvous}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -1,8 +1,8 @@
 """Messages between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
 
 Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
-program reaches them and waited for when their value is read. Each message has a tag of its own (gloo honours it; NCCL
-does not, and relies on the total order of the program).
+program reaches them and waited for when their value is read. Each message has a tag of its own, which gloo honours.
+NCCL does not: there each link has a communicator of its own, on which both ends post in the program's total order.
 """
 
 from collections import Counter, deque
@@ -17,6 +17,7 @@ from torch import Tensor
 from motet.assignment.sample import Sample
 from motet.runtime.deadline import Deadline
 from motet.schedule.action import Compute, Kind
+from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message, Program, Step, is_resharded
 from motet.schedule.routes import Cell, Routes
@@ -115,6 +116,10 @@ MAX_UNANSWERED_SENDS = 16
 """Sends that no gradient will answer; beyond this number the oldest is waited for, to free its buffer."""
 
 
+def _link(message: Message) -> Link:
+    return Link(message.sender, message.receiver, message.gradient)
+
+
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """A send from, or a receive into, `buffer` that has not been waited for."""
@@ -127,8 +132,10 @@ class _Transfer:
 class Mailbox:
     """The values of one iteration on one rank. Waiting raises `RuntimeError` at the deadline or if a peer died."""
 
-    def __init__(self, program: LocalProgram, deadline: Deadline) -> None:
-        self._rank, self._tags, self._deadline = program.rank, program.tags, deadline
+    def __init__(
+        self, program: LocalProgram, deadline: Deadline, links: Mapping[Link, dist.ProcessGroup | None]
+    ) -> None:
+        self._rank, self._tags, self._deadline, self._links = program.rank, program.tags, deadline, links
         self._uses = dict(program.uses)
         self._here: dict[Carried, Tensor] = {}
         self._receives: dict[Carried, list[_Transfer]] = {}
@@ -163,7 +170,7 @@ class Mailbox:
 
     def send(self, message: Message, tensor: Tensor, *, answered: bool) -> None:
         """`answered`: a gradient will come back for it, which shows that it arrived."""
-        work = dist.isend(tensor, message.receiver, tag=self._tags[message])
+        work = dist.isend(tensor, message.receiver, group=self._links[_link(message)], tag=self._tags[message])
         assert work is not None
         send = _Transfer(tensor, work, message)
         if answered:
@@ -175,7 +182,7 @@ class Mailbox:
 
     def receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(buffer, message.sender, tag=self._tags[message])
+        work = dist.irecv(buffer, message.sender, group=self._links[_link(message)], tag=self._tags[message])
         assert work is not None
         self._receives.setdefault(message.value, []).append(_Transfer(buffer, work, message))
 

@@ -48,6 +48,7 @@ from transformers.utils import ModelOutput
 from motet.assignment.sample import Sample
 from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
+from motet.devices import communication_device
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModuleGraph
@@ -97,7 +98,7 @@ class ParallelModule(nn.Module):
     Args:
         plan: of the model's nodes and edges, for as many ranks as there are processes.
         packing: the language model's samples stand in one row without padding.
-        device: of this rank's stages; None: the current CUDA device, or the CPU if the process group is gloo's.
+        device: of this rank's stages; None: the current accelerator, or the CPU if the process group is gloo's.
         timeout: how long a message or collective may take.
 
     Raises `UserError` for what no plan can satisfy, naming the argument.
@@ -116,7 +117,7 @@ class ParallelModule(nn.Module):
         check_ready(model)
         _check_plan(model, plan)
         self.plan = plan
-        self.device = _default_device() if device is None else device
+        self.device = communication_device() if device is None else device
         _share_weights(model, self.device)
         # Not registered as submodules: the stages hold what is in them.
         self._model, self._without_weights = (model,), (_without_weights(model),)
@@ -680,12 +681,6 @@ def _share_weights(model: nn.Module, device: torch.device) -> None:
             shared = tensor.to(device).contiguous()
             dist.broadcast(shared, src=0)
             tensor.copy_(shared)
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available() and dist.get_backend() != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 # The plan: from the arguments of the faces ---------------------------------------------------------------------------

@@ -1,119 +1,84 @@
 """Checks before the first step: every link that the plan can use, and the memory forecast."""
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment, num_shares
-from motet.assignment.sample import Sample, Segment
+from motet.devices import has_own_memory, memory_bytes
 from motet.errors import UserError
 from motet.parallel.mesh import Mesh
-from motet.plan import Plan
 from motet.runtime.agreement import on_every_rank
 from motet.runtime.deadline import StepFailedError
-from motet.schedule.dependencies import Activation, Dependencies, Gradient
-from motet.schedule.lower import messages
-from motet.schedule.routes import derive_routes
+from motet.runtime.gradient_reduction import GradientReducer
+from motet.schedule.action import Reduce
+from motet.schedule.communicators import Link
 
 LONGEST_TRIAL = timedelta(seconds=60)
 
 
-def plan_links(plan: Plan) -> list[tuple[int, int]]:
-    """The (sender, receiver) pairs that any batch may need, however it is cut."""
-    everything = {module.data_module(name): (Segment(1),) for name, module in plan.modules.items()}
-    if plan.loss_module is not None:
-        replicas = max(len(module.replicas) for module in plan.modules.values())
-        samples = [Sample(str(i), everything, {}) for i in range(replicas * plan.num_microbatches)]
-        assignment = contiguous_assignment(plan, samples)
-    else:
-        places = _places_of_samples(plan)
-        samples = [Sample(str(i), everything, {}) for i in range(len(places))]
-        assignment = BatchAssignment(
-            {
-                name: tuple(
-                    (tuple(i for i, place in enumerate(places) if place[name] == r),)
-                    for r in range(len(module.replicas))
-                )
-                for name, module in plan.modules.items()
-            }
-        )
-    routes = derive_routes(plan, assignment, samples)
-    dependencies = Dependencies(routes)
-    pairs = set()
-    for route in (route for outgoing in routes.outgoing.values() for route in outgoing):
-        for value in (Activation(route.source, route.target), Gradient(route.source, route.target)):
-            if isinstance(value, Activation) or route.carries_gradient:
-                pairs |= {(message.sender, message.receiver) for message in messages(value, dependencies)}
-    return sorted(pairs)
-
-
-def _places_of_samples(plan: Plan) -> list[dict[str, int]]:
-    """Each sample's replica of each module, such that all replicas of a share that may meet do meet."""
-    places = []
-    for share in range(num_shares(plan)):
-        of_share = {
-            name: range(share * size, (share + 1) * size)
-            for name, module in plan.modules.items()
-            for size in [len(module.replicas) // num_shares(plan)]
-        }
-        first = {name: replicas[0] for name, replicas in of_share.items()}
-        for name, replicas in of_share.items():
-            places += [{**first, name: r} for r in replicas]
-        for edge in plan.edges:
-            pairs = product(of_share[edge.source], of_share[edge.target])
-            places += [{**first, edge.source: a, edge.target: b} for a, b in pairs]
-    return places
-
-
-def try_links(plan: Plan, mesh: Mesh, device: torch.device) -> int:
+def open_communicators(mesh: Mesh, device: torch.device, reducers: Mapping[Reduce, GradientReducer]) -> int:
     """Sends a few bytes over every link of the plan and sums a number in every group of it. Collective.
+
+    NCCL's communicators wait on the host for all their members when they are used first. Inside the first step members
+    would come to them in different orders. `reducers`: this rank's; all members of a group must launch equal buckets.
 
     Returns how many links and groups this rank tried. Raises `StepFailedError` naming what failed."""
     tried = 0
-    # All ranks go through pairs and groups in the same order, so no two wait for each other.
-    for tag, (sender, receiver) in enumerate(plan_links(plan)):
-        if mesh.rank in (sender, receiver):
-            _try_link(sender, receiver, mesh, device, tag)
-            tried += 1
+    # All ranks go through links and groups in the same order, so no two wait for each other.
+    for link, group in mesh.links.items():
+        _try_link(link, group, mesh, device)
+        tried += 1
     for ranks, group in mesh.stage_groups.items():
         if group is not None:
-            _try_group("the tensor-parallel group", ranks, group, mesh, device)
+            _try_group("the stage's group", ranks, group, mesh, device)
             tried += 1
-    members = [(reduce, member) for reduce, groups in mesh.reduce.items() for member in groups.all]
-    for reduce, member in members:
-        if member.group is not None:
-            _try_group(f"the sum {reduce}", member.ranks, member.group, mesh, device)
-            tried += 1
+    for reduce, groups in mesh.reduce.items():
+        for member in groups.all:
+            if member.group is not None:
+                launches = reducers[reduce].launches(member) if reduce in reducers else ""
+                _try_group(f"the sum {reduce}", member.ranks, member.group, mesh, device, launches)
+                tried += 1
     return tried
 
 
-def _try_link(sender: int, receiver: int, mesh: Mesh, device: torch.device, tag: int) -> None:
-    link = f"rank {mesh.rank}: the link from rank {sender} to rank {receiver}"
+def _try_link(link: Link, group: dist.ProcessGroup | None, mesh: Mesh, device: torch.device) -> None:
+    sender, receiver, tag = link
+    name = f"rank {mesh.rank}: the link from rank {sender} to rank {receiver}"
     is_sender = mesh.rank == sender
     probe = torch.full((4,), float(sender), device=device) if is_sender else torch.empty(4, device=device)
     try:
-        work = dist.isend(probe, receiver, tag=tag) if is_sender else dist.irecv(probe, sender, tag=tag)
+        if is_sender:
+            work = dist.isend(probe, receiver, group=group, tag=int(tag))
+        else:
+            work = dist.irecv(probe, sender, group=group, tag=int(tag))
         assert work is not None
         work.wait(LONGEST_TRIAL)
     except RuntimeError as error:
-        raise StepFailedError(f"{link} failed: {error}") from error
+        raise StepFailedError(f"{name} failed: {error}") from error
     if probe[0].item() != sender:
-        raise StepFailedError(f"{link} brought other bytes than were sent")
+        raise StepFailedError(f"{name} brought other bytes than were sent")
 
 
-def _try_group(what: str, ranks: Sequence[int], group: dist.ProcessGroup, mesh: Mesh, device: torch.device) -> None:
+def _try_group(
+    what: str, ranks: Sequence[int], group: dist.ProcessGroup, mesh: Mesh, device: torch.device, launches: str = ""
+) -> None:
+    """`launches`: what this rank will launch in the group in each iteration, in order; all must launch the same."""
     where = f"rank {mesh.rank}: {what} of ranks {', '.join(map(str, ranks))}"
-    probe = torch.ones(1, device=device)
+    digest = float(int(hashlib.sha256(launches.encode()).hexdigest()[:9], 16))
+    probe = torch.tensor([1.0, digest], dtype=torch.float64, device=device)
     try:
         dist.all_reduce(probe, group=group)
     except RuntimeError as error:
         raise StepFailedError(f"{where} failed: {error}") from error
-    if probe.item() != len(ranks):
-        raise StepFailedError(f"{where} summed ones to {probe.item()}")
+    ones, digests = probe.tolist()
+    if ones != len(ranks):
+        raise StepFailedError(f"{where} summed ones to {ones}")
+    if digests != digest * len(ranks):
+        raise StepFailedError(f"{where} would launch other collectives here than elsewhere: {launches}")
 
 
 def check_memory(forecast_bytes: Sequence[int], device: torch.device, limit_bytes: float | None) -> None:
@@ -139,8 +104,8 @@ def _check_memory_of(rank: int, needed: int, available: float) -> None:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """CUDA: of the device. CPU: this process's share of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+    """Of an accelerator, its own; of a CPU, this process's share of the machine's."""
+    if has_own_memory(device):
+        return memory_bytes(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""The shape of diffusion transformers that read a language model (SD3, PixArt), with their connector.
+"""The shape of diffusion transformers that read a language model (SD3, PixArt, Sana), with their connector.
 
 Layers: 0 is the connector, 1 embeds patches, time step and conditions, then come the blocks, and the last one is the
 head with the loss. Classes, keys and defaults are those of diffusers; a test compares both with its modules.
@@ -42,6 +42,30 @@ PIXART_DEFAULTS: Mapping[str, Any] = {
     "use_additional_conditions": None,
     "caption_channels": None,
 }
+SANA_DEFAULTS: Mapping[str, Any] = {
+    "in_channels": 32,
+    "out_channels": 32,
+    "num_attention_heads": 70,
+    "attention_head_dim": 32,
+    "num_layers": 20,
+    "num_cross_attention_heads": 20,
+    "cross_attention_head_dim": 112,
+    "cross_attention_dim": 2240,
+    "caption_channels": 2304,
+    "mlp_ratio": 2.5,
+    "attention_bias": False,
+    "sample_size": 32,
+    "patch_size": 1,
+    "norm_elementwise_affine": False,
+    "guidance_embeds": False,
+    "qk_norm": None,
+}
+NUM_TIME_VECTORS: Mapping[str, int] = {
+    "SD3Transformer2DModel": 1,
+    "PixArtTransformer2DModel": 7,
+    "SanaTransformer2DModel": 7,
+}
+"""Vectors that a time step becomes: SD3's blocks read one, those of the others six, and their heads one more."""
 TIME_CHANNELS = 256
 """Width of a sinusoidal time embedding."""
 MLP_RATIO = 4
@@ -78,6 +102,7 @@ def transformer_workload(config: Config, connection: Connection) -> ModuleWorklo
         output_size=values["patch_size"] ** 2 * values["in_channels"],
         layers=(_connector(connection, size, pooled), embed, *blocks, head),
         shares_tokens=False,
+        num_time_vectors=NUM_TIME_VECTORS[kind],
     )
 
 
@@ -185,6 +210,58 @@ def _pixart(values: Mapping[str, Any], width: int) -> Parts:
     return embed, [block] * values["num_layers"], head
 
 
+def _sana(values: Mapping[str, Any], width: int) -> Parts:
+    """Self-attention is linear in the places; behind it comes a gated MLP with a depthwise convolution of 3 x 3."""
+    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    crossing_heads, crossing_dim = values["num_cross_attention_heads"], values["cross_attention_head_dim"]
+    crossed, inner = crossing_heads * crossing_dim, int(values["mlp_ratio"] * width)
+    embed = LayerShape(
+        "embed",
+        width,
+        (
+            _patches(values, width),
+            *_time(width),
+            _per_sequence(width, 6 * width),
+            Linear(values["caption_channels"], width, bias=True, rows="incoming"),
+            Linear(width, width, bias=True, rows="incoming"),
+        ),
+        other_parameters=width,
+    )
+    own = Linear(width, width, bias=values["attention_bias"])
+    context = Linear(width, crossed, bias=True, rows="incoming")
+    block = LayerShape(
+        "block",
+        width,
+        (
+            *(own, own, own, Linear(width, width, bias=True)),
+            *(Linear(width, crossed, bias=True), context, context, Linear(crossed, width, bias=True)),
+            Linear(width, 2 * inner, bias=True),
+            Linear(9, 2 * inner, bias=True, kernel_area=9),
+            Linear(inner, width),
+        ),
+        # A head's keys times its values and a one are summed over the places; each query then reads the sum.
+        Attention(heads, heads, head_dim, window=0, flops_per_token=4.0 * heads * head_dim * (head_dim + 1)),
+        Attention(crossing_heads, crossing_heads, crossing_dim, reads_encoder=True),
+        other_parameters=6 * width,
+        saved_vectors=2,
+        saved_vectors_for_weights=2,
+        gated=True,
+    )
+    head = LayerShape("head", width, (_output(values, width),), other_parameters=2 * width, saved_vectors=1)
+    return embed, [block] * values["num_layers"], head
+
+
+def _check_sana(values: Mapping[str, Any], width: int) -> None:
+    if values["cross_attention_dim"] != width:
+        raise UserError(
+            f"values.cross_attention_dim: is {values['cross_attention_dim']}, but num_attention_heads times "
+            f"attention_head_dim are {width}; give {width}"
+        )
+    for key in ("guidance_embeds", "qk_norm", "norm_elementwise_affine"):
+        if values[key]:
+            raise UserError(f"values.{key}: is not supported; leave it out")
+
+
 def _check_sd3(values: Mapping[str, Any], width: int) -> None:
     if values["caption_projection_dim"] != width:
         raise UserError(
@@ -234,5 +311,6 @@ TRANSFORMERS: Mapping[
         _pixart,
         _check_pixart,
     ),
+    "SanaTransformer2DModel": (SANA_DEFAULTS, lambda values: (values["caption_channels"], 0), _sana, _check_sana),
 }
 """By class of diffusers: defaults, sizes of conditions, layers, and checks."""

@@ -196,6 +196,11 @@ class ModuleWorkload:
     """Into how many stages it can be cut; None: into as many as it has layers."""
     shares_tokens: bool = True
     """Whether ranks can share its tokens (context parallelism)."""
+    is_averaged: bool = False
+    """Whether the optimizer keeps a moving average of the parameters."""
+    num_time_vectors: int = 0
+    """Generators: vectors of the time step that travel between stages with each image's places and conditions; 0: its
+    places travel alone."""
 
     @property
     def num_layers(self) -> int:

@@ -66,6 +66,8 @@ class ShapeCard:
     must_divide: dict[str, int] | None
     max_stages: int | None = None
     shares_tokens: bool = True
+    is_averaged: bool = False
+    num_time_vectors: int = 0
     shapes: tuple[LayerShape, ...]
     order: tuple[int, ...]
     """For each layer, the index of its shape."""

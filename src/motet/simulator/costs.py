@@ -1,8 +1,8 @@
 """Protocols of the simulator's cost models, and the durations of a program's steps under disturbances.
 
 Every cost model implements `Costs` in seconds and bytes; `motet.costs` does for real models and clusters. A model may
-also implement `ArrayCosts` (many answers at once), `GroupCosts` (the part of a computation that is communication) and
-`ShardedCosts` (the optimizer state is sharded, so new parameters are gathered).
+also implement `ArrayCosts` (many answers at once), `GroupCosts` (the part of a computation that is communication),
+`ShardedCosts` (the optimizer state is sharded, so new parameters are gathered) and `KindCosts` (bytes by kind).
 
 Stragglers: a rank's factor multiplies the time of what it computes; a group is as slow as its slowest member. Jitter:
 every computation takes a random additional time, drawn from the action's own number and the seed, so that it does not
@@ -79,6 +79,17 @@ class GroupCosts(Protocol):
 class ShardedCosts(Protocol):
     def gather_s(self, reduce: Reduce) -> float:
         """Duration of gathering the new parameters of the layers that `reduce` sums; 0 where nothing is sharded."""
+
+
+@runtime_checkable
+class KindCosts(Protocol):
+    """The bytes of `Costs` by kind."""
+
+    def static_by_kind(self, rank: int) -> Mapping[str, int]:
+        """`static_bytes` by kind."""
+
+    def saved_logits(self, dependencies: Dependencies) -> Ints:
+        """The part of `saved_sizes` that is logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

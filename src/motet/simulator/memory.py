@@ -22,7 +22,7 @@ from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING
 from motet.schedule.lower import Program
 from motet.simulator.clock import Times
-from motet.simulator.costs import ArrayCosts, Costs, StepCosts
+from motet.simulator.costs import ArrayCosts, Costs, KindCosts, StepCosts
 from motet.timeline import MemoryCurve
 
 
@@ -37,6 +37,10 @@ class _Holds:
 
     def selected(self, places: Ints | slice) -> "_Holds":
         return _Holds(self.rank[places], self.size[places], self.begin[places], self.end[places])
+
+    def held_at(self, moment: float) -> int:
+        """Bytes held from this moment on."""
+        return int(self.size[(self.begin <= moment) & (moment < self.end)].sum())
 
     def of_ranks(self, ranks: Iterable[int], num_ranks: int) -> dict[int, "_Holds"]:
         """Returns the holds with a size and a duration, by rank."""
@@ -60,8 +64,34 @@ def memory_curves(
     return {rank: _curve([hold[rank] for hold in holds], costs.static_bytes(rank)) for rank in wanted}
 
 
-def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
-    """Tensors that forwards and input halves save."""
+def peak_by_kind(
+    program: Program, costs: Costs, seconds: StepCosts, times: Times, ranks: Iterable[int]
+) -> dict[int, dict[str, int]]:
+    """What each of these ranks holds at the moment when it holds most, by kind: those of `KindCosts.static_by_kind`
+    (else `static`), `activations`, `logits` and `messages`. Each adds up to the rank's peak."""
+    num_ranks, wanted = len(program.lanes.of_rank), sorted(ranks)
+    saved, (sent, received) = _saved(program, costs, times), _buffers(program, seconds, times)
+    kinds = {"activations": [saved], "messages": [sent, received]}
+    if isinstance(costs, KindCosts):
+        logits = _saved(program, costs, times, costs.saved_logits(program.dependencies))
+        activations = _Holds(saved.rank, saved.size - logits.size, saved.begin, saved.end)
+        kinds = {"activations": [activations], "logits": [logits], "messages": [sent, received]}
+    of_ranks = {kind: [hold.of_ranks(wanted, num_ranks) for hold in holds] for kind, holds in kinds.items()}
+    result = {}
+    for rank in wanted:
+        by_kind = {kind: [hold[rank] for hold in holds] for kind, holds in of_ranks.items()}
+        curve = _curve([hold for holds in by_kind.values() for hold in holds], costs.static_bytes(rank))
+        moment = curve.times_s[int(np.argmax(curve.bytes_held))]
+        static = costs.static_by_kind(rank) if isinstance(costs, KindCosts) else {"static": costs.static_bytes(rank)}
+        result[rank] = {
+            **static,
+            **{kind: sum(hold.held_at(moment) for hold in holds) for kind, holds in by_kind.items()},
+        }
+    return result
+
+
+def _saved(program: Program, costs: Costs, times: Times, sizes: Ints | None = None) -> _Holds:
+    """Tensors that forwards and input halves save. `sizes`: by half and cell; None: those of the costs."""
     dependencies, routes = program.dependencies, program.dependencies.routes
     num_cells, first_saved = routes.num_cells, 2 * routes.num_routes
     freed_s = np.full(2 * num_cells, np.nan)  # By saved value: the end of the action that reads it.
@@ -74,7 +104,9 @@ def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
     saving = saving[~np.isnan(freed_s[written[saving]])]
     value = written[saving]
     begin = np.where(kind[saving] == KINDS.index(Kind.FORWARD), times.action_start[saving], times.action_end[saving])
-    if isinstance(costs, ArrayCosts):
+    if sizes is not None:
+        size = sizes.reshape(-1)[value]
+    elif isinstance(costs, ArrayCosts):
         size = costs.saved_sizes(dependencies).reshape(-1)[value]
     else:
         cells = routes.cells

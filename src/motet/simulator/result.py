@@ -18,7 +18,7 @@ of an iteration, which makes no difference from step to step. Limits: context pa
 and both are known only for cost models that tell them apart (`GroupCosts`).
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -30,7 +30,7 @@ from motet.schedule.lower import Message, Program
 from motet.schedule.routes import Cell
 from motet.simulator.clock import Times
 from motet.simulator.costs import Costs, GroupCosts, StepCosts
-from motet.simulator.memory import memory_curves
+from motet.simulator.memory import memory_curves, peak_by_kind
 from motet.simulator.replica_folding import Folding
 from motet.timeline import MemoryCurve, Span, Timeline
 
@@ -234,6 +234,12 @@ class SimulationResult:
             return tuple(memory_curves(self.program, self.costs, self.seconds, self.times).values())
         curves = memory_curves(self.program, self.costs, self.seconds, self.times, set(self.folding.rank_of.tolist()))
         return tuple(curves[rank] for rank in self.folding.rank_of.tolist())
+
+    def peak_memory_by_kind(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
+        """What each of these ranks holds when it holds most (`motet.simulator.memory.peak_by_kind`)."""
+        stands_for = {rank: rank if self.folding is None else int(self.folding.rank_of[rank]) for rank in ranks}
+        found = peak_by_kind(self.program, self.costs, self.seconds, self.times, set(stands_for.values()))
+        return {rank: found[other] for rank, other in stands_for.items()}
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ def check_costs(problem: PlanningProblem, template: Template, *names: str, fully
             mean = sum(map(costs.compute_s, actions)) / len(cells)
             around = stages[max(0, number - 1) : number + 2]
             gathers = stage.cp_size > 1 and {other.cp_size for other in around} != {stage.cp_size}
-            # What gathering tokens for unlike neighbours takes is not in it.
+            gathers |= stage.tp_size > 1
+            # What gathering tokens for unlike neighbours, and shares of messages, takes is not in it.
             exact = sum(chain.seconds[size][slice(*stage.layers)])
             assert exact <= mean * (1 + 1e-9) if gathers else exact == pytest.approx(mean)
             static = sum((chain.static_bytes or {})[size][slice(*stage.layers)])

@@ -6,6 +6,8 @@ import pytest
 import torch
 from training import Layout, run_config, stored_tensors, train
 
+from motet.models.materialize import float64_throughout
+
 MIXTURE = {
     "model__language_model__config": "MixtralConfig",
     "model__language_model__values": {
@@ -30,18 +32,21 @@ def experts(dp: int = 1, **of_language_model: int) -> Layout:
 
 @pytest.mark.campaign
 def test_resumes_under_another_ep(tmp_path: Path) -> None:
-    common = {**MIXTURE, "train__steps": 4, "train__checkpoint_every": 2}
+    common = {**MIXTURE, "train__dtype": "float64", "train__steps": 4, "train__checkpoint_every": 2}
     whole = run_config(tmp_path / "whole", experts(pp=2), **common)
     shared = run_config(tmp_path / "shared", experts(dp=2, ep=2), **common, parallel__zero1=True)
-    alone, distributed = train(whole), train(shared)
-    assert distributed[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-5)
+    with float64_throughout():
+        alone, distributed = train(whole), train(shared)
+    assert distributed[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-9)
     expected = stored_tensors(Path(alone[0]["checkpoint"]))
     found = stored_tensors(Path(distributed[0]["checkpoint"]))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
     for origin in ("whole", "shared"):
         checkpoint = tmp_path / origin / "checkpoints" / "step_00000002"
         for place, layout in (("group", experts(tp=2, ep=2)), ("replicas", experts(dp=2, ep=2)), ("alone", experts())):
             resumed = run_config(tmp_path / origin / place, layout, **common, train__resume=str(checkpoint))
-            assert train(resumed)[0]["losses"] == pytest.approx(alone[0]["losses"][2:], rel=1e-5)
+            with float64_throughout():
+                found_losses = train(resumed)[0]["losses"]
+            assert found_losses == pytest.approx(alone[0]["losses"][2:], rel=1e-9)

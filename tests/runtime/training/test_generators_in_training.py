@@ -5,12 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed import run_distributed
 from generator_run import planned
+from safetensors.torch import load_file
 
+import motet
+from motet.models.hub.weights import AVERAGE_PREFIX
 from motet.runtime.training.worker import train_worker
 
 STEPS = 4
+
+
+def averages(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in checkpoint.glob("*.safetensors"):
+        found |= {name: value for name, value in load_file(path).items() if name.startswith(AVERAGE_PREFIX)}
+    return {name.removeprefix(AVERAGE_PREFIX): value for name, value in found.items()}
 
 
 def results_of(folder: Path, num_devices: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,6 +41,7 @@ def test_it_resumes_to_the_bit_and_under_another_plan(tmp_path: Path) -> None:
             "explicit": explicit or {"image": {"pp": 2}},
             "train": {"checkpoint_every": 2, "eval_every": 4, "eval_samples": 8, "lr_schedule": "constant", **own},
             "held_out": True,
+            "ema": 0.25,
         }
 
     resumed = {"resume": str(tmp_path / "half" / "checkpoints" / "step_00000002")}
@@ -49,6 +61,15 @@ def test_it_resumes_to_the_bit_and_under_another_plan(tmp_path: Path) -> None:
     assert rest["evaluations"] == whole["evaluations"]
     assert other["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
     assert other["evaluations"][STEPS] == pytest.approx(whole["evaluations"][STEPS], rel=1e-9)
+    averaged = [averages(tmp_path / name / "checkpoints" / "step_00000004") for name in ("whole", "rest", "other")]
+    assert {name.partition(".")[0] for name in averaged[0]} == {"image", "image_queries"}
+    for name, value in averaged[0].items():
+        assert torch.equal(averaged[1][name], value)
+        torch.testing.assert_close(averaged[2][name], value, rtol=1e-9, atol=1e-12)
+    config, _ = planned(tmp_path, {"num_devices": 4, **run("whole", STEPS)})
+    export = motet.export_checkpoint(config, tmp_path / "whole" / "checkpoints" / "step_00000004")
+    exported = load_file(export / "image" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(exported["proj_out.weight"], averaged[0]["image.module.proj_out.weight"])
     values = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [value for value in values if "loss_image" in value]
     assert [v["loss"] for v in steps] == pytest.approx([v["loss_language_model"] + v["loss_image"] for v in steps])

@@ -1,7 +1,7 @@
 """Training equals torch's own AdamW, clipping and schedules on the plain modules in one process."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,8 +221,21 @@ def test_shards_get_the_bits_of_the_whole(rows: int, columns: int, share: float,
         assert torch.equal(torch.cat([shard[name] for shard in shards]), whole[name]), name
 
 
-def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A parameter and its moments, after a step with each of the gradients."""
+def test_the_average_follows_the_parameter_from_the_start() -> None:
+    values, *gradients = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    average = values
+    for step in range(3):  # Decays of the first steps: 1/10, 2/11, and 0.15, which is less than 3/12.
+        now = updated(values, gradients[: step + 1])["values"]
+        average = average.lerp(now, 1 - min(0.15, (1 + step) / (10 + step)))
+    found = updated(values, gradients, {"x.module": 0.15})
+    torch.testing.assert_close(found["average"], average)
+    assert torch.equal(found["values"], updated(values, gradients)["values"])
+
+
+def updated(
+    values: torch.Tensor, gradients: Sequence[torch.Tensor], averages: Mapping[str, float] | None = None
+) -> dict[str, torch.Tensor]:
+    """A parameter and its states, after a step with each of the gradients."""
     parameter = torch.nn.Parameter(values.clone())
     local = LocalParameter(
         name="x", stage=("x", 0, 0), part="x.module", parameter=parameter, shard=None, rows=None,
@@ -236,6 +249,7 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
         betas=(0.9, 0.95),
         eps=1e-8,
         zero1=False,
+        averages=averages or {},
         is_exact=True,
     )
     schedule = LearningRateSchedule(warmup_steps=0, total_steps=9, shape="constant", min_ratio=1.0)
@@ -244,4 +258,4 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
         parameter.grad = gradient.clone()
         optimizer.step(step)
     state = optimizer.states()[parameter]
-    return {"values": parameter.detach(), **{moment: state[moment] for moment in MOMENTS}}
+    return {"values": parameter.detach(), **{key: value for key, value in state.items() if key != "step"}}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from contrastive_cases import FROZEN_PARTS, TEXTS, Case, Tower, plain_gradients
 from distributed import run_distributed
+from one_process import Run
 from sampling import in_campaigns
 
 from motet.models.stages import contrastive as contrastive_stage
@@ -100,22 +101,22 @@ CASES = {
 }
 
 
-def distributed_gradients(case: Case) -> tuple[float, dict[str, list[torch.Tensor]]]:
+def distributed_gradients(case: Case, run: Run = run_distributed) -> tuple[float, dict[str, list[torch.Tensor]]]:
     def worker(rank: int) -> tuple[float, dict[str, list[torch.Tensor]] | None]:
         model = case.build()
         engine = case.engine(model, case.plan(model))
         loss = engine.run(case.batch(model)).loss
         return loss, collect_gradients(engine.model)
 
-    results = run_distributed(worker, case.num_ranks)
+    results = run(worker, case.num_ranks)
     assert len({loss for loss, _ in results}) == 1
     gradients = results[0][1]
     assert gradients is not None
     return results[0][0], gradients
 
 
-def check(case: Case, tolerance: float = 1e-9) -> None:
-    loss, gradients = distributed_gradients(case)
+def check(case: Case, tolerance: float = 1e-9, run: Run = run_distributed) -> None:
+    loss, gradients = distributed_gradients(case, run)
     reference, expected = plain_gradients(case)
     assert loss == pytest.approx(reference, rel=tolerance)
     assert gradients.keys() == expected.keys()

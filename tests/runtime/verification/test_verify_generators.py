@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from distributed import run_distributed
-from generator_run import ONE_EACH, PIXART, planned
+from generator_run import ONE_EACH, PIXART, SANA, planned
 from sampling import in_campaigns
 
 from motet.config import RunConfig
@@ -31,6 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
         "projector": "linear",
         "explicit": {"image": {"pp": 4, "layers_per_stage": [2, 1, 2, 1]}},
         "num_devices": 6,
+    },
+    "Sana in one stage": {"generator": SANA, "ranks": {2: 1}},
+    "Sana in 3 stages, v, recomputed": {
+        "generator": SANA,
+        "objective": "v",
+        "explicit": {"image": {"pp": 3, "layers_per_stage": [1, 3, 2]}},
+        "parallel": {"recompute": ["image"]},
+        "num_devices": 5,
     },
     "v, per place, weighted": {"objective": "v", "loss_per": "place", "loss_weight": 0.3},
     "two replicas": {"explicit": {"image": {"dp": 2}}, "num_devices": 4},
@@ -87,6 +95,24 @@ CASES: dict[str, dict[str, Any]] = {
             "parallel": {"schedule": schedule, "num_microbatches": 4},
         }
         for schedule in ("gpipe", "eager_1f1b", "zero_bubble_h1", "zero_bubble_h2", "bubble_filling", "dip")
+    },
+    **{
+        f"{schedule}, {name}": {
+            "explicit": {name: {"pp": 2, "virtual_stages": 2} for name in interleaved},
+            "num_devices": 1 + len(interleaved) + 2,
+            "parallel": {"schedule": schedule, "num_microbatches": 4},
+        }
+        for schedule in ("interleaved_1f1b", "interleaved_1f1b_adjusted")
+        for name, interleaved in (("generator", ["image"]), ("both", ["language_model", "image"]))
+    },
+    **{
+        f"zero_bubble_v, {name}": {
+            "explicit": {"language_model": {"pp": 2}, "image": {"pp": 2}},
+            "num_devices": 5,
+            "ranks": ranks,
+            "parallel": {"schedule": "zero_bubble_v", "num_microbatches": 4},
+        }
+        for name, ranks in (("there and back", {3: 2, 4: 1}), ("apart", {}))
     },
 }
 
@@ -147,6 +173,32 @@ def test_every_case_equals_one_process(tmp_path: Path, names: list[str]) -> None
 def test_plans_of_planners_equal_one_process(tmp_path: Path, planner: str) -> None:
     case = {"num_devices": 4, "parallel": {"planner": planner, "explicit": {}}}
     assert_equal(check_together(tmp_path, [planner], {planner: case}))
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "all on two ranks": {"sounds": True, "num_devices": 5, "ranks": {1: 0, 2: 0, 3: 1, 4: 1}},
+    "each in stages or replicas": {
+        "sounds": True,
+        "explicit": {"audio": {"dp": 2}, "language_model": {"tp": 2}, "image": {"pp": 2}, "voice": {"dp": 2}},
+        "num_devices": 9,
+        "ranks": {1: 0, 2: 1, 3: 1, 4: 2, 5: 3, 6: 4, 7: 5, 8: 0},
+    },
+    "packed, frozen in part": {
+        "sounds": True,
+        "frozen": {"audio": {"module": False}, "language_model": {"module": False}, "voice": {"module": False}},
+        "explicit": {"language_model": {"pp": 2}},
+        "parallel": {"packing": True},
+        "num_devices": 6,
+    },
+}
+"""Two encoders and two generators, of images and sounds."""
+
+
+@pytest.mark.parametrize(
+    "names", [["all on two ranks"], *in_campaigns([[n for n in SEVERAL if n != "all on two ranks"]])]
+)
+def test_several_encoders_and_generators_equal_one_process(tmp_path: Path, names: list[str]) -> None:
+    assert_equal(check_together(tmp_path, names, SEVERAL))
 
 
 MODELS = {"generator", "objective", "loss_per", "loss_weight", "null_condition"}

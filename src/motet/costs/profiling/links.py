@@ -15,6 +15,7 @@ from motet.costs.analytic import KernelTime, Speeds, fit_speeds
 from motet.costs.communication import fit_link
 from motet.costs.cost_model import LinkCost
 from motet.costs.kernels import Kernel
+from motet.devices import communication_device, device_name, has_own_memory, synchronize
 
 LINK_ELEMENTS = (1, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
 """float32 elements of the messages and sums that are measured: 4 bytes to 16 MiB."""
@@ -28,11 +29,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def start_together(device: torch.device) -> None:
     """All ranks begin at the same time."""
     synchronize(device)
@@ -43,7 +39,7 @@ def start_together(device: torch.device) -> None:
 def mean_over_ranks(value: float) -> float:
     if world_size() == 1:
         return value
-    total = torch.tensor([value], dtype=torch.float64, device=_collective_device())
+    total = torch.tensor([value], dtype=torch.float64, device=communication_device())
     dist.all_reduce(total)
     return total.item() / world_size()
 
@@ -53,13 +49,9 @@ def any_rank(value: bool) -> bool:
     return value if world_size() == 1 else mean_over_ranks(float(value)) > 0
 
 
-def _collective_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
 def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if has_own_memory(device):
+        return device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s) of a CPU"
 
 
@@ -92,7 +84,7 @@ def measure_links(device: torch.device, repetitions: int = 15) -> tuple[LinkCost
         messages.append(_median_s(one_way if is_member else _nothing, repetitions, device) / 2)
         sums.append(_median_s(add if is_member else _nothing, repetitions, device))
         sizes.append(4.0 * num_elements)
-    measured = torch.tensor([messages, sums], dtype=torch.float64, device=_collective_device())
+    measured = torch.tensor([messages, sums], dtype=torch.float64, device=communication_device())
     dist.broadcast(measured, 0)
     message_s, sum_s = measured.tolist()
     return fit_link(sizes, message_s), fit_link(sizes, sum_s)

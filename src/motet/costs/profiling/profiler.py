@@ -41,9 +41,9 @@ from motet.costs.profiling.links import (
     measure_links,
     measure_optimizer,
     start_together,
-    synchronize,
     world_size,
 )
+from motet.devices import synchronize
 from motet.errors import UserError
 from motet.models.stages.stage import Batch, StageInput, StageModule
 from motet.plan import LayerRange

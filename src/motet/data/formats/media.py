@@ -22,7 +22,7 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from motet.config import USUAL_LIMITS, FileLimits
-from motet.data.example import PLACEHOLDERS, TO_GENERATE, Media, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, TO_GENERATE_AUDIO, Media, Modality
 from motet.data.formats.video import VideoFile
 from motet.errors import UserError
 
@@ -188,6 +188,7 @@ MEDIA_KINDS: dict[Modality, MediaKind] = {
     "audio": MediaKind(SoundFile, ("wav", "flac", "ogg", "mp3")),
     "video": MediaKind(VideoFile, ("mp4", "m4v", "mov", "webm", "mkv", "avi")),
     TO_GENERATE: MediaKind(ImageFile, ()),
+    TO_GENERATE_AUDIO: MediaKind(SoundFile, ()),
 }
 """By modality."""
 

@@ -12,7 +12,8 @@ them, or `{"type": "image_url", "image_url": {"url": ...}}`, as OpenAI has them;
 that names no file stands for the next one of the record's list. A file is a path, bytes, `{"bytes", "path"}` as HF
 `datasets` writes it, or a `data:` URL.
 
-`generate` names images that a generator is to make, in questions or answers, at `<generate>`.
+`generate` names images that a generator is to make, in questions or answers, at `<generate>`; `generate_audio` sounds,
+at `<generate_audio>`.
 
 A conversation may begin with a system turn; then user and assistant alternate, and the last one is the assistant's.
 Nothing is downloaded.
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from motet.config import USUAL_LIMITS, FileLimits
-from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, Media, Message, Modality, placeholders_in
+from motet.data.example import GENERATED, PLACEHOLDERS, Example, Media, Message, Modality, placeholders_in
 from motet.data.formats.media import MEDIA_KINDS, InMemory
 from motet.errors import UserError
 
@@ -207,7 +208,7 @@ class _Conversation:
         content = self._read_content(f"{key}.{text_key}", turn.get(text_key)).strip()
         if role == "assistant" and not content:
             raise UserError(f"{key}.{text_key}: is an empty answer; give its text, or leave the turn out")
-        if role == "assistant" and any(modality != TO_GENERATE for modality, _ in self._placed[num_placed:]):
+        if role == "assistant" and any(modality not in GENERATED for modality, _ in self._placed[num_placed:]):
             raise UserError(f"{key}.{text_key}: an answer cannot hold images or clips; put them into a question")
         unset = {k for k, value in turn.items() if value is None}
         self._reader.skip(self._where, turn, {speaker, text_key, *unset}, f"{key.partition('[')[0]}[].")

@@ -19,16 +19,18 @@ from motet.config import (
     DialADigitConfig,
     FileLimits,
     FilesConfig,
+    GeneratorConfig,
     PairsConfig,
     PreparedDataConfig,
     SameDigitsConfig,
 )
-from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, ExampleSource, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, TO_GENERATE_AUDIO, Example, ExampleSource, Modality
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
 from motet.data.formats.records import RecordReader
 from motet.data.formats.webdataset import ShardExamples
+from motet.data.generated import generated_modality
 from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples, TaskExamples
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
@@ -71,7 +73,8 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
     taken = [m for node in graph.of_kind("encoder").values() for m in modalities_of(node.workload.config)]
-    taken += [TO_GENERATE] if graph.of_kind("generator") else []
+    parts = [node.part for node in graph.of_kind("generator").values()]
+    taken += [generated_modality(part) for part in parts if isinstance(part, GeneratorConfig)]
 
     def opened(files: Sequence[str]) -> ExampleSource:
         return open_conversations(files, folders, taken, data.limits)
@@ -97,7 +100,7 @@ def _folders(data: FilesConfig) -> dict[Modality, Path]:
     """Returns the folder to which the paths of media are relative, by modality."""
     own = getattr(data, "media_folder", ".")
     folders = {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
-    return {**folders, TO_GENERATE: folders["image"]}
+    return {**folders, TO_GENERATE: folders["image"], TO_GENERATE_AUDIO: folders["audio"]}
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {

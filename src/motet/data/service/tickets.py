@@ -75,7 +75,17 @@ DATA_KEYS_OF_PREPARATION = {
 }
 """Keys of `data` that decide where and when samples are prepared, not what they become."""
 
-MODEL_KEYS_OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector", "loss_weight"}
+MODEL_KEYS_OF_TRAINING = {
+    "seed",
+    "learning_rate",
+    "projector_learning_rate",
+    "queries_learning_rate",
+    "train",
+    "projector",
+    "loss_weight",
+    "objective",
+    "null_condition",
+}
 """Keys of a part of the model that do not change samples."""
 
 
@@ -84,7 +94,7 @@ def data_facts(config: RunConfig) -> dict[str, Any]:
 
     Paths are compared as they are written; servers compare the contents of the files with one another."""
     model = config.model
-    parts: dict[str, PartConfig] = {**model.encoders, **model.towers}
+    parts: dict[str, PartConfig] = {**model.encoders, **model.towers, **model.generators}
     if model.language_model is not None:
         parts[LANGUAGE_MODEL] = model.language_model
     if model.decoder is not None:

@@ -8,6 +8,7 @@
 `sampling_code` is the part of the README that makes an image with them; a test runs it.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.config import GeneratorConfig, ModelConfig
+from motet.config import GeneratorConfig, ModelConfig, SpectrogramConfig
 from motet.errors import UserError
 from motet.families.diffusion_models import diffusion_class
 from motet.families.hf_config import read_generator
@@ -41,6 +42,8 @@ class GeneratorDescription:
     """Widths of the hidden states that it reads, of its conditions, and of the pooled condition."""
     num_queries: int | None
     placeholder_token_id: int
+    spectrogram: SpectrogramConfig | None
+    """How sounds are seen; None: it makes images."""
 
     @property
     def scheduler_class(self) -> str:
@@ -84,6 +87,7 @@ def _described(
         sizes=sizes,
         num_queries=part.queries,
         placeholder_token_id=placeholder_ids[queries_of(name) if part.queries else name],
+        spectrogram=part.spectrogram,
     )
 
 
@@ -131,47 +135,56 @@ def manifest_entry(described: GeneratorDescription) -> dict[str, Any]:
         "projector": described.projector,
         "num_queries": described.num_queries,
         "placeholder_token_id": described.placeholder_token_id,
+        "spectrogram": None if described.spectrogram is None else described.spectrogram.model_dump(),
     }
 
 
-def sampling_code(name: str, described: GeneratorDescription) -> str:
-    """A program that makes one image with plain transformers, diffusers and torch."""
+def sampling_code(folder: str, described: GeneratorDescription) -> str:
+    """A program that makes one image with plain transformers, diffusers and torch: the function `draw_<name>`."""
+    name = re.sub(r"\W", "_", folder)
     linears = ["linear"] if described.projector == "linear" else ["linear_1", "linear_2"]
-    projected = f'layer("projector.{linears[0]}", states)'
+    projected = f'{name}_layer("projector.{linears[0]}", states)'
     if len(linears) == 2:
-        projected = f'layer("projector.{linears[1]}", F.gelu({projected}))'
+        projected = f'{name}_layer("projector.{linears[1]}", F.gelu({projected}))'
     reads = "ids = tokenizer(prompt, return_tensors='pt').input_ids[0]"
     embedded = "language_model.get_input_embeddings()(ids)"
-    rows = ""
+    rows, queries = "", ""
     if described.num_queries:
-        embedded = f"torch.cat([{embedded}, queries])"
-        rows = ", -len(queries):"
-    given = ", pooled_projections=layer('pooled', conditions.mean(1))" if described.sizes[2] else ""
-    side, channels = described.values["sample_size"], described.values["in_channels"]
+        embedded = f"torch.cat([{embedded}, {name}_queries])"
+        rows = f", -len({name}_queries):"
+        queries = f'{name}_queries = load_file("{queries_of(folder)}/model.safetensors")["weight"]'
+    given = f", pooled_projections={name}_layer('pooled', conditions.mean(1))" if described.sizes[2] else ""
+    side, channels, spectrogram = (
+        described.values["sample_size"],
+        described.values["in_channels"],
+        described.spectrogram,
+    )
+    height = side if spectrogram is None else spectrogram.num_mels
+    meaning = "-1 is black" if spectrogram is None else "mel bands by frames, from -80 to 0 decibels of full scale"
     return f"""import torch
 import torch.nn.functional as F
 from diffusers import {described.model_class}, {described.scheduler_class}
 from safetensors.torch import load_file
 
-generator = {described.model_class}.from_pretrained("{name}", torch_dtype=language_model.dtype)
-scheduler = {described.scheduler_class}.from_pretrained("{name}_scheduler")
-weights = load_file("{name}_projector/model.safetensors")
-{f'queries = load_file("{queries_of(name)}/model.safetensors")["weight"]' if described.num_queries else ""}
-layer = lambda at, x: F.linear(x, weights[at + ".weight"], weights[at + ".bias"])
+{name} = {described.model_class}.from_pretrained("{folder}", torch_dtype=language_model.dtype)
+{name}_scheduler = {described.scheduler_class}.from_pretrained("{folder}_scheduler")
+{name}_weights = load_file("{folder}_projector/model.safetensors")
+{queries}
+{name}_layer = lambda at, x: F.linear(x, {name}_weights[at + ".weight"], {name}_weights[at + ".bias"])
 
 @torch.no_grad()
-def draw(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={side}, width={side}):
+def draw_{name}(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={height}, width={side}):
     {reads}
     states = language_model(inputs_embeds={embedded}[None], output_hidden_states=True).hidden_states[-1][0{rows}]
-    states = F.layer_norm(states, states.shape[-1:], weights["norm.weight"], weights["norm.bias"])
-    conditions = torch.stack([{projected}, weights["null"].expand(len(states), -1)])
-    image = torch.randn(1, {channels}, height, width, dtype=states.dtype)
-    scheduler.set_timesteps(steps)
-    for time in scheduler.timesteps:
+    states = F.layer_norm(states, states.shape[-1:], {name}_weights["norm.weight"], {name}_weights["norm.bias"])
+    conditions = torch.stack([{projected}, {name}_weights["null"].expand(len(states), -1)])
+    drawn = torch.randn(1, {channels}, height, width, dtype=states.dtype)
+    {name}_scheduler.set_timesteps(steps)
+    for time in {name}_scheduler.timesteps:
         given = dict(encoder_hidden_states=conditions, timestep=time.expand(2){given})
-        wanted, other = generator(image.repeat(2, 1, 1, 1), **given).sample.split(1)
-        image = scheduler.step(other + guidance * (wanted - other), time, image).prev_sample
-    return image.clamp(-1, 1)  # [1, {channels}, height, width]; -1 is black.
+        wanted, other = {name}(drawn.repeat(2, 1, 1, 1), **given).sample.split(1)
+        drawn = {name}_scheduler.step(other + guidance * (wanted - other), time, drawn).prev_sample
+    return drawn.clamp(-1, 1)  # [1, {channels}, height, width]: {meaning}.
 """
 
 

@@ -24,16 +24,20 @@ from motet.errors import UserError
 MAX_SHARD_SIZE = "5GB"
 CHECKPOINT_PREFIX = "model/"
 """Prefix of the model's tensors in a checkpoint; the optimizer's tensors have another."""
+AVERAGE_PREFIX = "optimizer/average/"
+"""Prefix of moving averages of the model's tensors."""
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """Mapping of the tensors in a checkpoint's folder by their names in the whole model. Tensors are read on access.
+    """Mapping of the tensors in a checkpoint's folder by their names in the whole model. Tensors are read on access; of
+    parameters with a moving average, it is the average that is read.
 
     Raises `UserError` naming the folder or file that is not a checkpoint's or is damaged.
     """
 
     def __init__(self, checkpoint: str | Path) -> None:
-        self._file_of: dict[str, Any] = {}
+        self._found: dict[str, dict[str, Any]] = {}
+        """Files by name and prefix."""
         for path in sorted(Path(checkpoint).glob("*.safetensors")):
             try:
                 file = safe_open(path, framework="pt")
@@ -41,19 +45,23 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 raise UserError(f"{path}: is damaged ({error}); use another checkpoint") from None
             names: list[str] = list(file.keys())
             for name in names:
-                if name.startswith(CHECKPOINT_PREFIX):
-                    self._file_of[name.removeprefix(CHECKPOINT_PREFIX)] = file
-        if not self._file_of:
+                for prefix in (CHECKPOINT_PREFIX, AVERAGE_PREFIX):
+                    if name.startswith(prefix):
+                        self._found.setdefault(name.removeprefix(prefix), {})[prefix] = file
+        if not self._found:
             raise UserError(f"{checkpoint}: holds no model; give a checkpoint's folder, such as .../step_00000100")
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(CHECKPOINT_PREFIX + name)
+        files = self._found[name]
+        prefix = AVERAGE_PREFIX if AVERAGE_PREFIX in files else CHECKPOINT_PREFIX
+        tensor: Tensor = files[prefix].get_tensor(prefix + name)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._found)
 
 
 class RenamedTensors(Mapping[str, Tensor]):

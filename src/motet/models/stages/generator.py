@@ -153,6 +153,7 @@ class GeneratorStage(nn.Module):
         super().__init__()
         self.name, self.reads, self.layers, self.loss, self.recompute = name, reads, layers, loss, recompute
         self._family, self._config = DIFFUSION_FAMILIES[workload.family], workload.config
+        self._num_time_vectors = workload.num_time_vectors
         self._head_layer = workload.num_layers - 1
         self._incoming_size = incoming_size
         self.hidden_size, self.output_size = workload.hidden_size, workload.output_size
@@ -214,7 +215,7 @@ class GeneratorStage(nn.Module):
         """Returns the number of rows of the input of layer `border`."""
         if border == 1:
             return item.num_conditions + bool(self._config["pooled_size"])
-        return item.segment.num_tokens + item.num_conditions + self._family.num_time_vectors
+        return item.segment.num_tokens + item.num_conditions + self._num_time_vectors
 
     def _items(self, samples: Sequence[Sample]) -> list[Item]:
         items = []
@@ -247,7 +248,8 @@ class GeneratorStage(nn.Module):
         for group in by_form.values():
             own = [items[index] for index in group]
             noising = self._noising(own, [latents[index] for index in group], inputs.draw_key) if latents else None
-            streams = self._run_blocks(self._enter(torch.stack([rows[index] for index in group]), own[0], noising))
+            entering = self._enter(torch.stack([rows[index] for index in group]), own[0], noising)
+            streams = self._run_blocks(entering, own[0].segment.grid)
             if self.is_last:
                 assert noising is not None
                 total = total + self._loss_sum(self._family.head(self.module, streams), own, noising)
@@ -301,7 +303,7 @@ class GeneratorStage(nn.Module):
     def _enter(self, rows: Tensor, item: Item, noising: "Noising | None") -> Streams:
         """The streams of images of one form. `rows`: [images, rows of each, width]."""
         if not self.holds(1):
-            sizes = [item.segment.num_tokens, item.num_conditions, self._family.num_time_vectors]
+            sizes = [item.segment.num_tokens, item.num_conditions, self._num_time_vectors]
             return Streams(*rows.split(sizes, dim=1))
         assert noising is not None
         conditions, pooled = rows[:, : item.num_conditions, : self._config["condition_size"]], None
@@ -310,14 +312,14 @@ class GeneratorStage(nn.Module):
         noised = self.loss.noised(*noising)
         return self._family.embed(self.module, noised, noising.timesteps, conditions, pooled)
 
-    def _run_blocks(self, streams: Streams) -> Streams:
+    def _run_blocks(self, streams: Streams, grid: tuple[int, ...]) -> Streams:
         for index, block in enumerate(self.module.get_submodule(self._family.blocks)):
             if not self.holds(2 + index):
                 continue
             if self.recompute and torch.is_grad_enabled():
-                streams = Streams(*checkpoint(self._family.block, block, streams, use_reentrant=False))
+                streams = Streams(*checkpoint(self._family.block, block, streams, grid, use_reentrant=False))
             else:
-                streams = self._family.block(block, streams)
+                streams = self._family.block(block, streams, grid)
         return streams
 
     def _loss_sum(self, patches: Tensor, items: Sequence[Item], noising: "Noising") -> Tensor:

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from motet.devices import has_own_memory, synchronize
 from motet.errors import UserError
 from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
 from motet.runtime.local_model import LocalModel, LocalParameter
 from motet.runtime.training.master_weights import MASTER, MOMENTS
-from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.optimizer import AVERAGE, Optimizer
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
@@ -53,10 +54,10 @@ class OptimizerStates(Protocol):
         """Whether states hold the float32 masters of trainable parameters in half precision; alike on all ranks."""
 
 
-def checkpoint_bytes(model: LocalModel) -> int:
-    """Size of one checkpoint on disk: parameters, and the moments of the trainable ones. Collective."""
+def checkpoint_bytes(model: LocalModel, optimizer: Optimizer) -> int:
+    """Size of one checkpoint on disk: parameters, and the optimizer's states of the trainable ones. Collective."""
     mine = sum(
-        math.prod(p.full_shape) * _written_dtype(p).itemsize * (1 + len(MOMENTS) * p.parameter.requires_grad)
+        math.prod(p.full_shape) * _written_dtype(p).itemsize * (1 + optimizer.num_states(p))
         for p in model.parameters
         if p.is_written
     )
@@ -156,6 +157,23 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
     fill(checkpoint, model, optimizer)
 
 
+class _NoStates:
+    """The optimizer of a run that begins with the weights alone."""
+
+    def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        return {}
+
+    def writes_state(self, p: LocalParameter) -> bool:
+        return False
+
+
+def load_weights(checkpoint: Path, model: LocalModel) -> None:
+    """Collective. Fills this rank's parameters, and no states of an optimizer.
+
+    Raises `UserError` on all ranks if the checkpoint is of another model."""
+    fill(checkpoint, model, _NoStates())
+
+
 def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> None:
     """Loads a checkpoint into optimizer states that exist. Collective."""
     wanted = dict(_tensors_to_load(model, optimizer))
@@ -248,6 +266,11 @@ def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
         elif name.startswith(MODEL):
             difference = f"it has no {name.removeprefix(MODEL)}"
         else:
+            if name.startswith(f"{OPTIMIZER}{AVERAGE}/"):
+                raise UserError(
+                    f"train.resume: {checkpoint} has no moving average of {name.split('/', 2)[2]}; it was written "
+                    "without ema, so leave that out or start again"
+                )
             raise UserError(
                 f"train.resume: {checkpoint} has no optimizer state of {name.split('/', 2)[2]}; it was written while "
                 "that part was frozen, so freeze it or start again"
@@ -308,16 +331,16 @@ class CheckpointWriter:
 
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies tensors one at a time, because each is gathered whole on the device."""
-        copies, on_cuda = self._copies, False
+        copies, devices = self._copies, set[torch.device]()
         self._copies = {}
         for name, tensor in tensors:
-            on_cuda = on_cuda or tensor.is_cuda
+            devices.add(tensor.device)
             copy = copies.get(name)
             if copy is None or copy.shape != tensor.shape:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_own_memory(tensor.device))
             self._copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-        if on_cuda:
-            torch.cuda.synchronize()
+        for device in devices:
+            synchronize(device)
 
     def _write(self, state: TrainingState, is_best: bool) -> None:
         try:

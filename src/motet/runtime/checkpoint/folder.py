@@ -263,7 +263,7 @@ def _link(link: Path, target: str) -> None:
 Values = Mapping[str, Any]
 """Values by key, such as `model.encoders.vision.values.hidden_act`."""
 
-SOURCE_KEYS = frozenset(PartConfig.model_fields) | {"projector_learning_rate", "part"}
+SOURCE_KEYS = frozenset(PartConfig.model_fields) | {"projector_learning_rate", "queries_learning_rate", "part"}
 """Keys of a part in the run file: its source and its learning rates."""
 NAME_KEYS = {"_name_or_path", "architectures", "transformers_version", "problem_type", "id2label", "label2id", "dtype"}
 GENERATION_KEYS = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"}
@@ -281,7 +281,7 @@ NOT_COMPARED = frozenset(
     NAME_KEYS | GENERATION_KEYS | INITIALIZATION_KEYS | SEEN_IN_PARAMETERS | TOKEN_KEYS | SOURCE_KEYS
 )
 """Keys that are not compared, at any depth."""
-TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_tokens"})
+TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_tokens", "null_condition", "ema"})
 """Parts of keys that say how the model is trained."""
 
 

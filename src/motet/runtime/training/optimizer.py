@@ -3,13 +3,13 @@
 Parameters in bfloat16 have float32 masters (`motet.runtime.training.master_weights`). Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
 whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
-`motet.resilience.state_transfer`). Vectors (norms, biases) are not decayed. A parameter without gradient, which no
-sample of a batch reached, stays as it is, as do its moments.
+`motet.resilience.state_transfer`). A moving average of a parameter is one more of its states. Vectors (norms, biases)
+are not decayed. A parameter without gradient, which no sample of a batch reached, stays as it is, as do its moments.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,8 +19,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from motet.parallel.main_gradients import HALF_DTYPES
 from motet.runtime.local_model import LocalParameter
-from motet.runtime.training.master_weights import MasterAdamW, new_state
+from motet.runtime.training.master_weights import MASTER, MOMENTS, MasterAdamW, new_state
 from motet.schedule.action import Reduce
+
+AVERAGE = "average"
+"""Name of the moving average of a parameter (of its master) among its states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class OptimizerConfig:
     eps: float
     zero1: bool
     """Each holder of a parameter that is summed in one group updates its share."""
+    averages: Mapping[str, float] = field(default_factory=dict)
+    """Decay of the moving average of the parameters, by part."""
     is_exact: bool = False
     """A shard of a parameter gets the bits that the whole would get, as replicas of unlike tensor parallelism need. (On
     CPUs torch's fused AdamW rounds in another way what is left of a tensor after its last full vector.)"""
@@ -81,6 +86,9 @@ class Optimizer:
             _adamw(members, group, config) for group, members in _grouped(self._trainable.values(), config.zero1)
         ]
         self._has_states = False
+        self._decays: dict[Tensor, float] = {
+            p.parameter: config.averages[p.part] for p in self._trainable.values() if p.part in config.averages
+        }
         self._kept: frozenset[Tensor] | None = None
         """After `keep_alone`: what this rank updates."""
         self._written: Collection[str] = ()
@@ -113,11 +121,28 @@ class Optimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_learning_rate"] * factor
+            self._begin_averages(optimizer)
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
         self._has_states = True
+        self._renew_averages(finished_steps)
         self.renew_copies()
+
+    def _begin_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        """Averages begin with the parameters before the first step."""
+        if not self._decays:
+            return
+        _initialize_missing(optimizer)
+        for parameter, state in _inner(optimizer).state.items():
+            if parameter in self._decays and AVERAGE not in state:
+                state[AVERAGE] = state.get(MASTER, parameter).detach().clone()
+
+    def _renew_averages(self, finished_steps: int) -> None:
+        for parameter, state in self.states().items() if self._decays else ():
+            if AVERAGE in state:
+                decay = min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
+                state[AVERAGE].lerp_(state.get(MASTER, parameter).detach(), 1 - decay)
 
     def exchange(self) -> None:
         """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
@@ -137,6 +162,12 @@ class Optimizer:
         return {
             parameter: state for optimizer in self._optimizers for parameter, state in _inner(optimizer).state.items()
         }
+
+    def num_states(self, p: LocalParameter) -> int:
+        """Number of tensors of the parameter's size that are kept for it, here or by another holder."""
+        if not p.parameter.requires_grad:
+            return 0
+        return len(MOMENTS) + (p.part in self._config.averages)
 
     def keeps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank updates it. Not for torch's ZeRO-1."""
@@ -170,6 +201,7 @@ class Optimizer:
         for optimizer in self._optimizers:
             _inner(optimizer).state.clear()
             _initialize_missing(optimizer)
+            self._begin_averages(optimizer)
         self._has_states = True
 
 

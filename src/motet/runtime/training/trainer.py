@@ -22,7 +22,13 @@ from motet.data.loader import LoadedBatch, Loader
 from motet.errors import UserError
 from motet.models.stages.stage import Batch
 from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
-from motet.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoint_bytes, load_checkpoint
+from motet.runtime.checkpoint.checkpoint import (
+    CheckpointWriter,
+    checkpoint_bytes,
+    load_checkpoint,
+    load_weights,
+    read_training_state,
+)
 from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
 from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult
@@ -140,6 +146,16 @@ class Trainer:
         self._checkpoints.last = checkpoint
         self.summary.best_loss = state.metrics.get("best_loss", math.inf)
 
+    def start_from(self, checkpoint: Path) -> None:
+        """Takes the weights of a checkpoint, and nothing else. Collective."""
+        try:
+            state = read_training_state(checkpoint)
+            check_same_computation(checkpoint, state.model, self.computation)
+            load_weights(checkpoint, self.engine.model)
+        except UserError as error:
+            message = str(error).replace("train.resume: ", "train.start_from: ", 1)
+            raise UserError(message if message.startswith("train.") else f"train.start_from: {message}") from None
+
     def adopt_progress(self, summary: TrainingSummary, before: "Trainer | None") -> None:
         """Continues from the progress of another trainer. `before`: this process's previous trainer, if it had one."""
         self.summary = summary
@@ -179,7 +195,10 @@ class Trainer:
             self.summary.save_again = False
             while not self.is_done and not self.is_paused:
                 started = time.perf_counter()
-                with interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)):
+                with (
+                    executor.deadline.guarded(),
+                    interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)),
+                ):
                     with executor.doing("waiting for its data"):
                         batch = next(self.loader)
                     self._report_skipped(batch)
@@ -342,7 +361,7 @@ class Trainer:
         if self.settings.checkpoint_every:
             keeps_best = self.held_out is not None and self.settings.eval_every > 0
             num_checkpoints = self.settings.keep_checkpoints + 1 + keeps_best
-            num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model)
+            num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model, self.optimizer)
         on_first_rank(None, lambda: _make_folder(self.output, num_bytes))
 
     def _open_sinks(self) -> list[Sink]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
 from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
+from motet.devices import peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.agreement import gather_values
@@ -24,7 +24,7 @@ from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, computation_of
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
-from motet.runtime.preflight import check_memory, try_links
+from motet.runtime.preflight import check_memory
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
@@ -46,10 +46,12 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         found = checkpoint_to_resume(config.train.resume, trainer.output)
         if found is not None:
             trainer.resume(*found)
+        elif config.train.start_from is not None:
+            trainer.start_from(Path(config.train.start_from))
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         dist.barrier()  # Links are tried with little patience for a rank that is late.
-        try_links(plan, trainer.engine.model.mesh, device)
+        trainer.engine.open_communicators()
         return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:
         if not isinstance(error, StepTimeoutError):
@@ -157,10 +159,3 @@ def training_result(
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
         "data": _data_report(summary, producers),
     }
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """CUDA: of the allocator. CPU: the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

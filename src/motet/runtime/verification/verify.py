@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.devices import communication_device
 from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
 from motet.models.graph import ModuleNode
@@ -25,7 +26,7 @@ from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.parallel.adapters import is_second_matrix
 from motet.parallel.main_gradients import keep_main_gradients, zero_gradient
-from motet.runtime.agreement import communication_device, gather_values
+from motet.runtime.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
@@ -240,4 +241,4 @@ def fill_adapters(model: LocalModel) -> None:
         if p.is_kept and is_second_matrix(p.name):
             generator = torch.Generator().manual_seed(int(hashlib.sha256(p.name.encode()).hexdigest()[:15], 16))
             drawn = 0.1 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
-            p.parameter.copy_(p.cut(drawn.to(p.parameter.dtype)))
+            p.parameter.copy_(p.cut(drawn.to(p.parameter)))

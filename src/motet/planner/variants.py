@@ -1,0 +1,194 @@
+"""Variants of a problem: what the user leaves to planner `auto` beside the layout, and the layouts worth a simulation.
+
+The user may leave open the number of microbatches, recomputation, and whether the optimizer's state is sharded. A
+variant sets them. More memory is saved only where less does not suffice: for each way to divide the devices, variants
+come in the order of `_savings`, and the first one whose layout seems to fit is taken.
+
+`promising` goes through all ways to divide the devices into equal groups, the best bound first, and leaves out those
+whose bound is above the fastest estimate so far. On the others it bounds the chains (all layers in a row, going round
+the groups, there and back, or each module over all groups) without a simulation. Their order is an estimate: the bound,
+plus what it leaves out of messages and sums of gradients.
+
+Limits: blocks of single modules are recomputed or of all; encoders on groups of their own are not among the chains, so
+`auto` searches these under the best variants only.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from motet.costs.communication import all_reduce_seconds
+from motet.costs.memory import usable_bytes
+from motet.planner.layout import Layout
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.problem import PlanningProblem
+from motet.schedule.generators import SPLIT_BACKWARDS
+
+MARGIN = 1.03
+"""Estimated memory over the usable one up to which a layout is thought to fit: estimates err."""
+MAX_CELLS = 60_000
+"""Most microbatches times stages times replicas that differ: larger programs take seconds to simulate."""
+
+
+Combine = Callable[[PlanningProblem], Iterable[tuple[PlanningProblem, Hashable, float, int]]]
+"""problem -> (the problem on some of its devices, groups, seconds of all layers for a microbatch, number of groups)."""
+LayOut = Callable[[PlanningProblem, Any], Iterable[Layout]]
+"""(problem, groups) -> layouts."""
+TRUST = 1.05
+"""Estimates of the fastest chain are trusted that far when others are left out."""
+
+
+@dataclass(frozen=True)
+class Promising:
+    """A layout under a variant."""
+
+    problem: PlanningProblem
+    layout: Layout
+    bound_s: float
+    estimate_s: float
+    needed_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= MARGIN * usable_bytes(self.problem.cluster)
+
+
+def is_free(problem: PlanningProblem) -> bool:
+    """Whether the user leaves anything open beside the layout."""
+    return bool(problem.microbatch_numbers or problem.chooses_recompute or problem.chooses_zero1)
+
+
+def variant(
+    problem: PlanningProblem, num_microbatches: int, recompute: tuple[str, ...], zero1: bool
+) -> PlanningProblem | None:
+    """The problem with these options; None if no replica has enough samples."""
+    dp_sizes = problem.dp_sizes
+    if num_microbatches != problem.num_microbatches:
+        dp_sizes = tuple(dp for dp in problem.free_dp_sizes if dp * num_microbatches <= len(problem.samples))
+    if not dp_sizes or num_microbatches > len(problem.samples):
+        return None
+    if (num_microbatches, recompute, zero1) == (problem.num_microbatches, problem.recompute, problem.memory.zero1):
+        return problem
+    return problem.with_options(
+        num_microbatches=num_microbatches,
+        dp_sizes=dp_sizes,
+        recompute=recompute,
+        memory=replace(problem.memory, zero1=zero1),
+        plans_zero1=problem.plans_zero1 or zero1 > problem.memory.zero1,
+    )
+
+
+def savings(problem: PlanningProblem) -> list[tuple[tuple[str, ...], bool]]:
+    """Modules whose blocks are recomputed, and whether the optimizer's state is sharded; what costs less time first."""
+    given = (problem.recompute, problem.memory.zero1)
+    blocks = tuple(name for name in problem.modules if name != problem.loss_module)
+    trained = [name for name in blocks if any(needs.any for needs in problem.gradients[name])]
+    recomputed = [problem.recompute]
+    if problem.chooses_recompute:
+        recomputed += [(name,) for name in trained if len(trained) > 1] + [tuple(trained)]
+    may_shard = problem.chooses_zero1 and not problem.memory.zero1 and problem.may_share_parameters
+    sharded = [problem.memory.zero1, *([True] if may_shard else [])]
+    return list(dict.fromkeys([given, *((modules, zero1) for modules in recomputed for zero1 in sharded)]))
+
+
+def microbatch_numbers(problem: PlanningProblem) -> list[int]:
+    return sorted({*problem.microbatch_numbers, problem.num_microbatches})
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Equal groups on some devices, with a number of microbatches."""
+
+    problem: PlanningProblem
+    """On those devices, without any saving of memory."""
+    groups: Hashable
+    least_s: float
+    """Lower bound: all work, evenly spread over the groups."""
+    likely_s: float
+    """The same with the bubble of a pipeline without interleaving."""
+
+
+def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> list[Promising]:
+    """The best chains under all variants: those that seem to fit first, then by estimate.
+
+    `combine`: ways to divide the devices of a problem, with the seconds of all layers for a microbatch and the number
+    of groups. `lay_out`: the chains on such groups."""
+    combinations = []
+    for number in microbatch_numbers(problem):
+        changed = variant(problem, number, problem.recompute, problem.memory.zero1)
+        if changed is not None:
+            for smaller, groups, seconds, num_groups in combine(changed):
+                least_s = number * seconds / num_groups
+                combinations.append(Combination(smaller, groups, least_s, least_s * (1 + (num_groups - 1) / number)))
+    found: list[Promising] = []
+    misfits: list[Promising] = []
+    fastest_s = inf
+    for each in sorted(combinations, key=lambda each: each.likely_s):
+        if each.least_s > TRUST * fastest_s:
+            continue
+        for recompute, zero1 in savings(problem):
+            changed = variant(each.problem, each.problem.num_microbatches, recompute, zero1)
+            assert changed is not None
+            costs = LayoutCosts(changed)
+            laid_out = [
+                _estimated(changed, costs, layout)
+                for layout in lay_out(changed, each.groups)
+                if changed.num_microbatches * len(layout.chunks) <= MAX_CELLS
+            ]
+            fitting = [own for own in laid_out if own.fits]
+            if fitting:
+                found += fitting
+                fastest_s = min(fastest_s, *(own.estimate_s for own in fitting))
+                break
+            misfits += sorted(laid_out, key=lambda own: own.needed_bytes)[:1]
+    misfits.sort(key=lambda own: own.needed_bytes)
+    return [*sorted(found, key=lambda own: own.estimate_s), *misfits]
+
+
+def _estimated(problem: PlanningProblem, costs: LayoutCosts, layout: Layout) -> Promising:
+    splits = (layout.schedule or problem.schedule) in SPLIT_BACKWARDS
+    bound_s = costs.bound_s(layout, split_backward=splits) + problem.program_s
+    unhidden_s = _messages_s(problem, layout) + _reductions_s(problem, costs, layout)
+    return Promising(problem, layout, bound_s, bound_s + unhidden_s, costs.needed_bytes(layout))
+
+
+def _messages_s(problem: PlanningProblem, layout: Layout) -> float:
+    """Seconds of the messages on a microbatch's way through the chain and back, which nothing hides."""
+    cluster = problem.cluster
+    link = cluster.between_nodes if sum(layout.group_sizes) > cluster.devices_per_node else cluster.within_node
+    seconds = 0.0
+    for before, after in zip(layout.chunks, layout.chunks[1:], strict=False):
+        if before.group != after.group and before.module == after.module:
+            load = problem.estimator.typical_load(before.module, layout.dp, cp=layout.cp(before.module))
+            seconds += link.seconds(problem.estimator.boundary_bytes(before.module, before.layers[1], load))
+    return 2 * seconds
+
+
+def _reductions_s(problem: PlanningProblem, costs: LayoutCosts, layout: Layout) -> float:
+    """Seconds of the longest sum of a group's gradients over the replicas; with a sharded state, of the gathers too."""
+    if layout.dp == 1:
+        return 0.0
+    updated = [0.0] * len(layout.group_sizes)
+    for chunk in layout.chunks:
+        sums, (a, b) = costs.sums(chunk, layout), chunk.layers
+        updated[chunk.group] += sums.updated[b] - sums.updated[a]
+    size = max(updated) * problem.memory.parameter_bytes
+    stride = sum(layout.group_sizes)
+    key = ("summed", layout.dp, stride, round(size))
+
+    def seconds() -> float:
+        ranks = range(0, layout.dp * stride, stride)
+        return all_reduce_seconds(problem.table, problem.cluster, ranks, size)
+
+    return problem.remembered(key, seconds) * (1.5 if problem.memory.zero1 else 1.0)
+
+
+def best_variants(evaluations: Sequence[tuple[PlanningProblem, float]], most: int) -> Iterator[PlanningProblem]:
+    """The variants of the fastest plans, each once. `evaluations`: problems with the seconds of plans."""
+    seen: list[tuple[object, ...]] = []
+    for problem, seconds in sorted(evaluations, key=lambda each: each[1]):
+        content = (problem.num_microbatches, problem.recompute, problem.memory.zero1)
+        if seconds < inf and content not in seen and len(seen) < most:
+            seen.append(content)
+            yield problem

@@ -1,0 +1,86 @@
+"""A process group of torch.distributed that hands every operation on to gloo, for backends of tests.
+
+A backend of tests derives from `WrappedGroup`, overrides `issue`, and is registered with `register`.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+Run = Callable[..., dist.Work]
+
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "all_to_all_single",
+    "alltoall_base",
+    "alltoall",
+    "gather",
+    "scatter",
+    "barrier",
+)
+
+
+class WrappedGroup(ProcessGroup):
+    """One group's operations, executed by gloo."""
+
+    backend_name: str
+    """The backend's name, as `torch.distributed.init_process_group` takes it."""
+
+    def __init__(self, options: Any, _: object) -> None:
+        """`options`: what torch.distributed tells a backend of its group."""
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        self.place = rank
+        """This rank's number in the group."""
+        self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        """The members, as the group of all ranks numbers them."""
+        self.name, self.store = options.group_id, options.store
+        prefixed = dist.PrefixStore("gloo", options.store)
+        self.inner = ProcessGroup(prefixed, rank, size)
+        self.inner._set_default_backend(ProcessGroup.BackendType.GLOO)
+        # The backend's own limits on time are what tests are about.
+        gloo = ProcessGroupGloo(prefixed, rank, size, timedelta(hours=1))
+        self.inner._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+
+    def issue(self, name: str, run: Run, args: tuple[Any, ...]) -> dist.Work:
+        """Called for every operation. `run(*args)`: starts it on gloo."""
+        raise NotImplementedError
+
+    def getBackendName(self) -> str:
+        return self.backend_name
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+        return self.issue("send", self.inner.send, (tensors, to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
+        return self.issue("recv", self.inner.recv, (tensors, source, tag))
+
+
+def _handed_on(name: str) -> Callable[..., dist.Work]:
+    def operation(self: WrappedGroup, *args: Any, **named: Any) -> dist.Work:
+        return self.issue(name, getattr(self.inner, name), (*args, *named.values()))
+
+    return operation
+
+
+for _name in COLLECTIVES:
+    setattr(WrappedGroup, _name, _handed_on(_name))
+
+
+def register(kind: type[WrappedGroup]) -> None:
+    """Makes the backend known to torch.distributed, once in a process and its forks."""
+    if kind.backend_name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(kind.backend_name, kind, extended_api=True, devices=["cpu", "cuda"])
