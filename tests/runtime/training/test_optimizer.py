@@ -26,7 +26,6 @@ from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter
-from motet.runtime.training.master_weights import MOMENTS
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 
 TP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"tp": 2, "dp": 2}}

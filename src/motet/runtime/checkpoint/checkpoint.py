@@ -30,7 +30,7 @@ from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.training.master_weights import MASTER, MOMENTS
+from motet.runtime.training.master_weights import MASTER
 from motet.runtime.training.optimizer import AVERAGE, Optimizer
 
 Shapes = dict[str, tuple[int, ...]]
@@ -159,6 +159,8 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
 
 class _NoStates:
     """The optimizer of a run that begins with the weights alone."""
+
+    keeps_masters = False
 
     def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
         return {}
