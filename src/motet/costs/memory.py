@@ -7,11 +7,12 @@ each logit. With recomputation a block saves its input only. With sequence paral
 what norms save, but not the inputs of linears, which each rank gathers.
 
 In bfloat16, parameters and activations have 2 bytes, gradients 4, and the optimizer's state includes a float32 master
-(`motet.runtime.training.master_weights`).
+(`motet.runtime.training.master_weights`). Root-mean-square norms compute in float32, but neither that nor the outputs of
+activation functions are kept (`motet.parallel.saved_tensors`).
 
 Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them. Nor
-are masks, and the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the
-activations of a narrow Llama).
+are masks, the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the
+activations of a narrow Llama), and queries and keys that stay beside the values of one product after they are rotated.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,6 @@ RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
 LOGIT_BYTES = 4
 """The loss over a vocabulary is never computed in less than float32."""
-NORM_BYTES = 4
-"""transformers' root-mean-square norms compute in float32."""
 NUM_BUFFERS = 8
 """Number of largest messages for which schedules under a memory limit leave room. The messages that a rank holds are
 known only when the schedule is. In plans simulated so far there were six at most."""
@@ -45,6 +44,9 @@ class MemoryOptions:
     """Size of a parameter's gradient; None: that of the parameter."""
     activation_bytes: int = 4
     """Size of an element between and within layers."""
+    saves_less: bool = False
+    """`motet.parallel.saved_tensors.save_less`: neither products in float32 nor results of activation functions are
+    saved."""
     zero1: bool = False
     """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
@@ -177,32 +179,31 @@ def saved_layer_bytes(
     if recompute and layer.part == "block" and layer.runs:
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
     trains_own = weight_gradient and not layer.num_adapter_parameters()
-    # Root-mean-square norms compute in float32, and keep their input so.
-    num_wide = min(layer.saved_vectors, layer.saved_vectors_for_weights)
-    vectors = layer.saved_vectors - num_wide + trains_own * layer.saved_vectors_for_weights
-    computed = tokens * layer.hidden_size * vectors / shared
-    wide = tokens * layer.hidden_size * num_wide / shared
+    vectors_for_weights = layer.saved_vectors_for_weights - options.saves_less * layer.float32_vectors
+    vectors = layer.saved_vectors + trains_own * max(0, vectors_for_weights)
+    elements = tokens * layer.hidden_size * vectors / shared
     if weight_gradient:
         for linear in _inputs(layer):
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
-            computed += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
-        computed += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
+            elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
+        elements += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
     for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
-        computed += 2 * heads * attention.mean_dim / tp_size
+        elements += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
-            wide += heads * attention.head_dim / tp_size
-            computed += trains_own * heads * attention.head_dim / tp_size
+            elements += (1 + (trains_own and not options.saves_less)) * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
         width = last.rows_per_token * last.in_features / last.kernel_area
-        computed += tokens * width * (3 if layer.gated else 1) / tp_size
-    norms = round(wide * max(NORM_BYTES, options.activation_bytes))
+        num_tensors = 3 if layer.gated else 1
+        if options.saves_less and (layer.gated or (weight_gradient and last in layer.trained_linears)):
+            num_tensors -= 1  # The function's output, or what is counted above as the last linear's input.
+        elements += tokens * width * num_tensors / tp_size
     logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
-    return round(computed * options.activation_bytes) + norms + logits
+    return round(elements * options.activation_bytes) + logits
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:

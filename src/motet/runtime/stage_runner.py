@@ -15,6 +15,7 @@ from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutpu
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_rows import ContextRows
 from motet.parallel.fully_sharded import FullySharded
+from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import SplitBackward, make_splittable
 from motet.parallel.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
 from motet.plan import ModulePlan, Stage
@@ -226,7 +227,8 @@ class StageRunner:
     def _computing(self, split: SplitBackward | None, *, with_graph: bool) -> Iterator[None]:
         """The contexts in which the stage's forward runs."""
         parameters = nullcontext() if self._sharded is None else self._sharded.forward()
-        with parameters, torch.set_grad_enabled(with_graph), split or nullcontext():
+        saving = save_less(self._parameter_dtype)
+        with parameters, torch.set_grad_enabled(with_graph), split or nullcontext(), saving:
             yield
 
     def _own_part(self, route: Route, carried: Tensor) -> Tensor:

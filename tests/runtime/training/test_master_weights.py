@@ -12,6 +12,7 @@ from training import Layout, run_config, stored_tensors, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.parallel.main_gradients import keep_main_gradients
+from motet.parallel.saved_tensors import save_less
 from motet.runtime.training.master_weights import MASTER, MasterAdamW
 
 DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"dp": 2}}
@@ -98,7 +99,7 @@ def make_llama(seed: int, kind: str) -> LlamaForCausalLM:
     """Of one value in every dtype."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA)).bfloat16()
-    return model.to({"float64": torch.float64, "autocast": torch.float32, "bfloat16": torch.bfloat16}[kind])
+    return model.to({"float64": torch.float64, "autocast": torch.float32}.get(kind, torch.bfloat16))
 
 
 def losses_of_30_steps(seed: int, kind: str) -> list[float]:
@@ -138,8 +139,8 @@ def test_30_steps_are_as_near_to_float64_as_under_autocast() -> None:
     assert errors["bfloat16"] <= 1.2 * errors["autocast"]
 
 
-def saved_bytes(kind: str) -> int:
-    """What autograd keeps of two blocks' forward, parameters and casts of weights left out."""
+def saved_bytes(kind: str) -> tuple[int, list[torch.Tensor]]:
+    """What autograd keeps of two blocks' forward, parameters and casts of weights left out; the gradients."""
     model = make_llama(0, kind)
     weights = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -155,15 +156,19 @@ def saved_bytes(kind: str) -> int:
     positions = torch.arange(200)[None]
     rotary = model.model.rotary_emb(x, positions)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with save_less(torch.bfloat16, keep) if kind == "less" else hooks, autocast:
         hidden = x
         for block in model.model.layers[1:3]:
             hidden = block(hidden, position_embeddings=rotary, position_ids=positions, attention_mask=None)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    hidden.float().square().sum().backward()
+    return size, [x.grad, *(p.grad for layer in model.model.layers[1:3] for p in layer.parameters())]
 
 
 def test_fewer_activations_are_saved_than_under_autocast() -> None:
-    """Of what is left a quarter is the norms' float32 input."""
-    ratio = saved_bytes("bfloat16") / saved_bytes("autocast")
-    print(f"saved activations: {ratio:.3f} of those under autocast")
-    assert ratio <= 0.85
+    """The gradients are the same to the bit."""
+    (autocast, _), (plain, expected), (less, gradients) = (saved_bytes(k) for k in ("autocast", "bfloat16", "less"))
+    print(f"saved activations: {less / autocast:.3f} of those under autocast, {plain / autocast:.3f} by torch's rules")
+    assert less <= 0.65 * autocast
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))

@@ -15,9 +15,8 @@ of tokens x to each layer, tensor-parallel and context-parallel size: x^2 is the
 (`pairs`), beside which `tokens_squared` stands for all of them together; microbatches are the user's own instead of
 synthetic sequences of 64 to 16k tokens; a context-parallel rank's share is computed (`Load.share`).
 
-Limits: one device type; threads are as the caller set them (the runtime uses 1 on CPUs); under autocast each forward
-casts the weights, which a training step does once for all microbatches (`motet.parallel.split_backward`); far outside
-of the measured sizes a fit says little.
+Limits: one device type; threads are as the caller set them (the runtime uses 1 on CPUs); far outside of the measured
+sizes a fit says little.
 """
 
 import statistics
@@ -46,6 +45,7 @@ from motet.costs.profiling.links import (
 from motet.devices import synchronize
 from motet.errors import UserError
 from motet.models.stages.stage import Batch, StageInput, StageModule
+from motet.parallel.saved_tensors import save_less
 from motet.plan import LayerRange
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -393,7 +393,7 @@ class _Run:
                 {k: v.to(device, options.parameter_dtype if v.is_floating_point() else v.dtype) for k, v in f.items()}
                 for f in microbatch.features
             ]
-        dtype = options.parameter_dtype
+        self.parameter_dtype = dtype = options.parameter_dtype
         self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
@@ -425,7 +425,7 @@ class _Run:
         needs_gradient = self.gradients.input_gradient
         hidden = None if self.hidden is None else self.hidden.detach().requires_grad_(needs_gradient)
         incoming = {s: t.detach().requires_grad_(needs_gradient) for s, t in self.incoming.items()}
-        with torch.set_grad_enabled(self.gradients.any):
+        with torch.set_grad_enabled(self.gradients.any), save_less(self.parameter_dtype):
             output = self.stage(StageInput(self.samples, self.features, hidden, incoming))
         result = output.hidden if output.loss is None else output.loss
         assert result is not None
