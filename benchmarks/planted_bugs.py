@@ -49,8 +49,8 @@ BUGS = (
     ),
     Bug(
         "rows that routes bring are swapped",
-        "incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))",
-        "incoming[source] = (tokens if order is None else tokens.index_select(0, order.to(tokens.device))).flip(0)",
+        "tokens if order is None else tokens.index_select(0, to_device(order, tokens.device))",
+        "(tokens if order is None else tokens.index_select(0, to_device(order, tokens.device))).flip(0)",
         ("test_engine",),
         "two_encoders and 1f1b",
     ),
@@ -272,8 +272,8 @@ BUGS = (
     ),
     Bug(
         "the planner charges frozen layers with gradients and moments",
-        "if not trainable: return -(-size // num_shares)",
-        "if not trainable and size < 0: return -(-size // num_shares)",
+        "if not trainable: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
+        "if not trainable and size < 0: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
         ("test_memory",),
         "gradients_and_moments",
     ),

@@ -23,7 +23,7 @@ from benchmarks.reporting import Report
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import Load
 from motet.errors import UserError
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.families.tiny import tiny_config
 
 TOLERANCE = 0.03

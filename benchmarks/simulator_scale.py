@@ -29,7 +29,7 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.dependencies import Dependencies

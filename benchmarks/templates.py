@@ -22,7 +22,7 @@ from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import Link, cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem, PlanningProblem

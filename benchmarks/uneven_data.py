@@ -16,7 +16,7 @@ import numpy as np
 
 from motet.assignment.sample import Sample, Segment
 from motet.data.encoder_layout import image_rule
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 
 SEED = 20261122
 PATCH = 14

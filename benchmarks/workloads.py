@@ -5,7 +5,7 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 
 IMAGE_TOKEN = 3

@@ -54,6 +54,7 @@ def test_json_keeps_every_field() -> None:
         planner="auto",
         recompute=("llm",),
         recompute_features=("vision",),
+        zero1=True,
     )
     defaults = {field.name: field.default for field in fields(Plan) if field.default is not MISSING}
     assert {name for name, default in defaults.items() if getattr(plan, name) == default} == {"version"}

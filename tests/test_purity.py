@@ -14,7 +14,14 @@ import motet
 PURE = (
     *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
     *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
-    *("families.hf_config", "families.token_counts", "families.configured_graph", "api", "cli", "strict_parsing"),
+    *(
+        "families.hf_config",
+        "families.encoders.token_counts",
+        "families.configured_graph",
+        "api",
+        "cli",
+        "strict_parsing",
+    ),
     *(
         "data.formats",
         "data.tasks",

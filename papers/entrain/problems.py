@@ -9,7 +9,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.shapes.module_shape import with_projector

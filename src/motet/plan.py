@@ -5,7 +5,7 @@ Layers are numbered as docs/architecture.md says.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -218,6 +218,11 @@ class Plan:
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
     """Returns the tensor-parallel groups of a stage, one for each share of the tokens; consecutive in `stage.ranks`."""
     return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
+
+
+def places(ranks: Iterable[int]) -> list[int]:
+    """The ranks in the order in which torch.distributed numbers the members of a group."""
+    return sorted(ranks)
 
 
 def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:

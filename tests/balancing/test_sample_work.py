@@ -14,8 +14,11 @@ from papers.entrain.problems import problem
 
 
 @pytest.mark.parametrize("recompute", [(), ("vision",)])
-def test_samples_differ_by_what_a_microbatch_of_each_costs(recompute: tuple[str, ...]) -> None:
-    """All that a call costs beside its samples is the same for each, so differences must agree."""
+def test_samples_differ_by_what_a_microbatch_of_each_costs(
+    recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a call costs beside its samples is the same for each, so differences must agree; messages go whole."""
+    monkeypatch.setattr("motet.costs.stage_seconds.row_shares", lambda *_, **__: 1)
     one = problem("1b", num_samples=3)
     plan = build_plan(one, {name: Degrees(tp=2, pp=2) for name in one.modules})
     plan = replace(plan, recompute=recompute)

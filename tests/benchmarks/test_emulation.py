@@ -12,7 +12,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Replica, Stage

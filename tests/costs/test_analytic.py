@@ -14,7 +14,7 @@ from motet.costs.communication import collective_seconds
 from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels
 from motet.costs.software import MOTET
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.projector import build_projector
 from motet.shapes.module_shape import projector_layer
 

@@ -17,7 +17,7 @@ from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.iteration import IterationCosts
 from motet.costs.stage_seconds import loss_share
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels, total_flops
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.shapes.module_shape import LayerShape, Linear, projector_layer
 
 LOADS = st.builds(

@@ -9,7 +9,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import Load, microbatch_load, sample_loads
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 
 WORKLOADS = {name: module_workload(EVERY_MODEL[name][0]) for name in ("siglip", "llama", "mllama")}
 

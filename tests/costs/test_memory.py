@@ -12,7 +12,7 @@ from tiny_configs import EVERY_MODEL
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput

@@ -18,7 +18,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from motet.data.encoder_layout import RULES, TYPE_OF_FAMILY, image_rule, sound_rule
 from motet.errors import UserError
-from motet.families.token_counts import modality_of
+from motet.families.encoders.token_counts import modality_of
 
 SIDES = st.tuples(st.integers(3, 90), st.integers(3, 90))
 

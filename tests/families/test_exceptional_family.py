@@ -8,9 +8,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from motet.config import LanguageModelConfig
 from motet.errors import UserError
-from motet.families.discovery import causal_paths
+from motet.families.discovery.language_model_parts import causal_paths
 from motet.families.entry_points import loaded
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.materialize import read_part_config
 from motet.runtime.verification.family_probe import TRIALS, probe
 
@@ -18,7 +18,7 @@ PACKAGE = {
     "motet_drafts/__init__.py": '''
 """A Llama with as many draft heads, for decoding, as layers: motet cannot tell which of the lists has the blocks."""
 
-from motet.families.discovery import CausalPaths
+from motet.families.discovery.language_model_parts import CausalPaths
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -95,7 +95,7 @@ def test_it_is_cut_as_it_says():
 def test_without_its_word_it_is_refused(monkeypatch):
     config = read_part_config(PART, "language_model", where="model.language_model")
     model = AutoModelForCausalLM.from_config(config)
-    monkeypatch.setattr("motet.families.discovery.exceptional_families", dict)
+    monkeypatch.setattr("motet.families.discovery.language_model_parts.exceptional_families", dict)
 
     with pytest.raises(UserError, match=r"spread over the lists model\.layers, model\.drafts"):
         causal_paths(model)

@@ -12,7 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from motet.config import LanguageModelConfig
 from motet.families import capabilities
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.materialize import float64_throughout, materialize
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput

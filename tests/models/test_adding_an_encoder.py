@@ -15,13 +15,13 @@ from transformers import ViTConfig, ViTModel
 from motet.config import load_run_config
 from motet.data import encoder_layout as processor_sizes
 from motet.families import classes as families
-from motet.families import encoders, token_counts
 from motet.families.configured_graph import read_workloads
-from motet.families.module_shapes import module_workload
+from motet.families.encoders import encoder_families, token_counts
+from motet.families.shape_reading.module_shapes import module_workload
 
 GUIDE = (ROOT / "docs" / "adding-an-encoder.md").read_text()
 TABLES = {
-    "ENCODER_FAMILIES": (encoders, encoders.ENCODER_FAMILIES),
+    "ENCODER_FAMILIES": (encoder_families, encoder_families.ENCODER_FAMILIES),
     "_COUNTERS": (token_counts, token_counts._COUNTERS),
     "TYPE_OF_FAMILY": (processor_sizes, processor_sizes.TYPE_OF_FAMILY),
 }
@@ -42,7 +42,7 @@ def _with_the_guides_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     for table, key, value in found:
         module, entries = TABLES[table]
         monkeypatch.setitem(entries, key, eval(value, vars(module)))
-    monkeypatch.setitem(families.MODEL_CLASSES["encoder"], "vit", encoders.ENCODER_FAMILIES["vit"].model_class)
+    monkeypatch.setitem(families.MODEL_CLASSES["encoder"], "vit", encoder_families.ENCODER_FAMILIES["vit"].model_class)
     monkeypatch.setitem(tiny_encoders.ENCODERS, "vit", (ViTModel, ViTConfig, VIT))
     monkeypatch.setitem(tiny_encoders.GRIDS, "vit", tiny_encoders.GRIDS["siglip"])
 

@@ -13,7 +13,7 @@ from motet.assignment.sample import Segment
 from motet.attention.masks.rules import AttentionRule
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.family_features import probing
 from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel.context_attention import ContextParallel

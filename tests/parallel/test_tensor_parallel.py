@@ -21,7 +21,7 @@ from motet.costs.cost_model import microbatch_load
 from motet.costs.kernels import layer_kernels
 from motet.families.capabilities import SHOWN_EQUAL
 from motet.families.classes import MODEL_CLASSES
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import make_splittable

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.tiny import tiny_config
 from motet.models.materialize import float64_throughout
 from motet.models.stages.language_model import LanguageModelStage

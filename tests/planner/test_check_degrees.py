@@ -1,6 +1,6 @@
 """What planners know of families without torch is what the families themselves say."""
 
-from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.planner.degrees import NO_CONTEXT_PARALLELISM
 
 

@@ -13,7 +13,7 @@ from small_problem import small_problem, with_memory
 from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Chunk, Layout, build_plan, layout_plan

@@ -14,6 +14,7 @@ from tiny_run import write_tiny_run
 from motet.cli.main import main
 from motet.planner.evaluate import evaluate
 from motet.planner.registry import make_plan
+from motet.report.plan_report import report_evaluation, report_text
 from motet.report.time_of_ranks import times_of_ranks
 
 OPTIONS = ("--set", "parallel.planner=auto", "--set", "parallel.num_microbatches=2", "--set", "cluster.num_devices=4")
@@ -129,6 +130,17 @@ def split_by_sampling(used: list[tuple[float, float]], busy: list[tuple[float, f
             is_busy = any(a < middle < b for a, b in busy)
             hidden, exposed = hidden + is_busy * (end - begin), exposed + (not is_busy) * (end - begin)
     return exposed, hidden
+
+
+def test_memory_by_kind_is_printed() -> None:
+    problem = small_problem(num_devices=4)
+    values = report_evaluation(evaluate(problem, make_plan(problem, "megatron_balanced")))
+    assert [rank for group in values["memory_by_kind"] for rank in group["ranks"]] == [0, 1, 2, 3]
+    for group in values["memory_by_kind"]:
+        assert sum(group["bytes"].values()) == values["peak_memory_bytes"][group["ranks"][0]]
+        assert {"weights", "activations"} <= group["bytes"].keys()
+    (header,) = (line for line in report_text(values).splitlines() if line.startswith("memory in MiB"))
+    assert header.split()[-1] == "peak"
 
 
 def test_a_report_is_a_page_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 from tiny_configs import EVERY_MODEL, LANGUAGE_MODELS, meta_model
 
-from motet.families.encoders import ENCODER_FAMILIES
-from motet.families.module_shapes import module_workload
+from motet.families.encoders.encoder_families import ENCODER_FAMILIES
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.projector import build_projector
 from motet.shapes.module_shape import contrastive_loss, projector_layer, with_feature_layer, with_projector
 

@@ -9,8 +9,8 @@ from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import Quadratic, microbatch_load
 from motet.costs.kernels import layer_kernels, total_flops
 from motet.errors import UserError
-from motet.families.discovery import causal_layer_parts, causal_paths
-from motet.families.module_shapes import module_workload
+from motet.families.discovery.language_model_parts import causal_layer_parts, causal_paths
+from motet.families.shape_reading.module_shapes import module_workload
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
 CONFIGS = {

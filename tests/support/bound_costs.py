@@ -11,7 +11,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, derive_routes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from motet.assignment.sample import Sample, Segment
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.encoder import EncoderStage

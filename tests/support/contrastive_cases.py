@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.assignment.sample import Sample, Segment
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModalityModule
 from motet.models.stages.contrastive import ContrastiveLoss

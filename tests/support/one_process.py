@@ -40,9 +40,13 @@ Before = Callable[[Engine, RunConfig, ScenarioBatch], None]
 
 
 def verify(
-    scenario: Scenario, before: Before = lambda engine, config, batch: None, device: torch.device = CPU
+    scenario: Scenario,
+    before: Before = lambda engine, config, batch: None,
+    device: torch.device = CPU,
+    after: Before = lambda engine, config, batch: None,
 ) -> Comparison | None:
-    """Collective: called on every rank of the plan. `device`: of the stages; the reference runs on the CPU."""
+    """Collective: called on every rank of the plan. `device`: of the stages; the reference runs on the CPU. `after`:
+    what is done with the engine after its gradients were compared."""
     config = scenario.config()
     plan = scenario.plan(config)
     assert dist.get_world_size() == plan.num_ranks
@@ -51,12 +55,14 @@ def verify(
         perturb(engine)
         batch = ScenarioBatch(scenario, config)
         before(engine, config, batch)
-        return verify_batch(
+        comparison = verify_batch(
             engine,
             batch,
             lambda: plain_nodes(config, PLACEHOLDERS),
             dtype=scenario.dtype,
         )
+        after(engine, config, batch)
+        return comparison
 
 
 def prepare(scenario: Scenario) -> None:

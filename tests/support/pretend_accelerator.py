@@ -152,7 +152,7 @@ def _copied(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name != "aten::_to_copy" and to_host:
         _leave(args[0], source.inner, is_async=is_async)
         return args[0]
-    if from_host and source.dim() + source.numel() > 1 and not (is_async and is_pinned(source)):
+    if from_host and source.numel() and not (is_async and is_pinned(source)):
         _noted("copy from pinned memory, waited for" if is_pinned(source) else "copy from pageable memory")
     made = func(*tree_map(_inner, args), **_on_host(kwargs))
     return PretendTensor(made) if name == "aten::_to_copy" else args[0]
@@ -335,6 +335,12 @@ class _DeviceModule:
         assert torch.device(device) == torch.device("gpu", 0) if not isinstance(device, int) else device == 0
 
     def device(self, index: Any) -> Any:
+        return nullcontext()
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def stream(self, stream: Any) -> Any:
         return nullcontext()
 
     def _is_in_bad_fork(self) -> bool:

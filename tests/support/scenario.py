@@ -14,9 +14,9 @@ from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.config.model_section import EncoderConfig, LanguageModelConfig
 from motet.families.classes import Kind, model_class_of
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
+from motet.families.encoders.token_counts import encoder_segment
 from motet.families.language_models import cross_attention_layers, is_tied
-from motet.families.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage

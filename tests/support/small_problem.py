@@ -5,7 +5,7 @@ from dataclasses import replace
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.shapes.module_shape import with_projector

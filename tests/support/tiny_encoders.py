@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.assignment.sample import Sample, Segment
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.token_counts import encoder_segment
 
 HIDDEN, HEADS, INNER, BLOCKS = 32, 2, 48, 4
 MEL_BINS, MEL_FRAMES = 5, 24

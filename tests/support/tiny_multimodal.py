@@ -5,8 +5,8 @@ from tiny_encoders import MEL_BINS, MEL_FRAMES, tiny_encoder
 from tiny_language_models import SIZES, tiny_language_model
 from torch import nn
 
-from motet.families.encoders import family_of
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.encoder_families import family_of
+from motet.families.encoders.token_counts import encoder_segment
 from motet.models.graph import ModalityModule
 from motet.models.hub.generation import Prompt
 from motet.models.multimodal import MultimodalModule

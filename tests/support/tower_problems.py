@@ -7,7 +7,7 @@ from tiny_configs import EVERY_MODEL
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.shapes.module_shape import contrastive_loss, with_projector

@@ -1,8 +1,8 @@
 """Seconds of each sample on each stage, from metadata alone: the quantity that assignments balance.
 
-A sample is taken by itself: what a call costs however many samples it computes is left out, and works add up to a
-microbatch's exactly where samples stand apart ("separate"); padding and dense attention over packed samples come on
-top.
+A sample is taken by itself: what a call costs however many samples it computes is left out, and so are gathers of rows
+that came in shares. Works add up to a microbatch's exactly where samples stand apart ("separate"); padding and dense
+attention over packed samples come on top.
 """
 
 from collections.abc import Mapping, Sequence

@@ -23,7 +23,7 @@ import numpy as np
 
 from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.families.token_counts import has_token_counts, token_counts
+from motet.families.encoders.token_counts import has_token_counts, token_counts
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 

@@ -311,19 +311,23 @@ class StageSeconds:
             shares = row_shares(*stages[border : border + 2], gradient=found is gradients, same_module=True)
             if shares > 1:
                 found.append(gather(*workload.boundary(first)))
+        entering = shared = 0
         for edge in plan.edges:
             source, target = plan.modules[edge.source], plan.modules[edge.target]
             if target.kind == "loss":
                 continue
             if edge.target == name and any(stage.layers[0] <= layer < stage.layers[1] for layer in edge.layers):
                 sender = source.replicas[min(replica, len(source.replicas) - 1)].stages[-1]
-                if row_shares(sender, stage, gradient=False, same_module=False) > 1:
-                    inputs.append(gather("incoming", workload.hidden_size))
+                entering += 1
+                shared += row_shares(sender, stage, gradient=False, same_module=False) > 1
             if edge.source == name and index == len(stages) - 1:
                 stages_behind = target.replicas[min(replica, len(target.replicas) - 1)].stages
                 behind = next(s for s in stages_behind if s.layers[0] <= edge.layers[0] < s.layers[1])
                 if row_shares(stage, behind, gradient=True, same_module=False) > 1:
                     gradients.append(gather(*workload.boundary(workload.num_layers)))
+        if shared:  # A load has the rows of all modules that enter together; each is taken to bring as many.
+            rows = gather("incoming", workload.hidden_size)
+            inputs.append(rows.times(shared / entering)._replace(constant=shared * rows.constant))
         return total(inputs), total(gradients)
 
     def _parameter_gather(

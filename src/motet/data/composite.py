@@ -26,7 +26,7 @@ from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
 from motet.data.video_sampling import frame_times
 from motet.errors import UserError
-from motet.families.composite import Composite, FeatureFunction
+from motet.families.discovery.composite import Composite, FeatureFunction
 from motet.optional_packages import missing_package
 from motet.plan import LANGUAGE_MODEL
 

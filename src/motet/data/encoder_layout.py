@@ -17,7 +17,7 @@ from motet.config import VideoConfig
 from motet.data.example import PLACEHOLDERS, Example, Media, Modality, VideoSize
 from motet.data.video_sampling import frame_times
 from motet.errors import UserError
-from motet.families.token_counts import (
+from motet.families.encoders.token_counts import (
     FeatureSelect,
     Pooling,
     config_value,

@@ -25,7 +25,7 @@ from motet.data.encoder_layout import EncoderLayout, Layouts
 from motet.data.example import PLACEHOLDERS, Example, Message
 from motet.data.generated import QueryLayout
 from motet.errors import UserError
-from motet.families.token_counts import LEGACY_END, Pooling, config_value, pooled
+from motet.families.encoders.token_counts import LEGACY_END, Pooling, config_value, pooled
 from motet.plan import DECODER, LANGUAGE_MODEL
 from motet.schedule.batch_sync import Pair, num_comparisons
 

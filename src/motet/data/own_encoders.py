@@ -1,4 +1,4 @@
-"""Registration of encoders of the user's own (`motet.families.own_encoders`), and how samples are fed to them."""
+"""Registers encoders of the user's own (`motet.families.encoders.own_encoders`), and feeds samples to them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from motet.data.example import Media, Modality
 from motet.data.formats.media import StoredFile, register_modality
 from motet.data.preparation import EncoderInput
 from motet.errors import UserError
-from motet.families.own_encoders import OwnEncoder, register
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.own_encoders import OwnEncoder, register
+from motet.families.encoders.token_counts import encoder_segment
 
 
 def register_encoder(

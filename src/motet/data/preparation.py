@@ -23,7 +23,7 @@ from motet.data.formats.media import resample
 from motet.data.generated import GeneratedLayout, QueryLayout
 from motet.data.layouts import CaptionLayout, ConversationLayout, ConversationText, SampleLayouts, TextLayout
 from motet.errors import UserError
-from motet.families.token_counts import temporal_patch_size
+from motet.families.encoders.token_counts import temporal_patch_size
 from motet.plan import LANGUAGE_MODEL
 
 NUM_SAMPLES_KEPT = 65_536

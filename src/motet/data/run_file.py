@@ -37,7 +37,7 @@ from motet.data.layouts import (
 from motet.data.tools import NeedsTransformersError, PlainTools, Tools, TransformersTools
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
-from motet.families.token_counts import modality_of, reads_text
+from motet.families.encoders.token_counts import modality_of, reads_text
 from motet.plan import queries_of
 from motet.shapes.diffusion_transformers import TRANSFORMERS
 
@@ -120,7 +120,7 @@ def open_preparation(config: RunConfig) -> "Preparation":
 def _composite_layouts(part: PartConfig, data: Any) -> dict[str, ModuleLayout]:
     """Raises `UserError` naming the key that is wrong."""
     from motet.data.composite import CompositePartLayout, CompositeProcessor, load_processor
-    from motet.families.composite_shapes import read_composite
+    from motet.families.shape_reading.composite_shapes import read_composite
 
     if data.processors:
         raise UserError(

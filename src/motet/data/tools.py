@@ -17,7 +17,7 @@ from motet.data.chat import plain_word_level_tokenizer, read_tokenizer, word_lev
 from motet.data.tasks.dial_a_digit import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, SAMPLING_RATE
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredModule
-from motet.families.token_counts import modality_of
+from motet.families.encoders.token_counts import modality_of
 
 PROCESSOR_FILES = (
     ("preprocessor_config.json", ()),

@@ -1,7 +1,7 @@
 """The transformers classes of each model, found by name and imported when they are first needed.
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
-`motet.families.encoders`, language models in `motet.families.language_models`, caption decoders in
+`motet.families.encoders.encoder_families`, language models in `motet.families.language_models`, caption decoders in
 `motet.families.caption_decoders`, the cut of their linears in `motet.parallel.tensor_plans`.
 """
 
@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from motet.errors import UserError
 from motet.families.caption_decoders import DECODER_FAMILIES
-from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.families.language_models import LANGUAGE_MODELS, exceptional_families, registered_class
 
 Kind = Literal["encoder", "language_model", "decoder"]

@@ -21,9 +21,9 @@ from motet.config import (
     TowerConfig,
 )
 from motet.errors import UserError
+from motet.families.encoders.token_counts import Pooling
 from motet.families.hf_config import read_generator, shape_request
-from motet.families.module_shapes import make_shapes, shape_of
-from motet.families.token_counts import Pooling
+from motet.families.shape_reading.module_shapes import make_shapes, shape_of
 from motet.parallel.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
 from motet.schedule.batch_sync import Pair, pairs_of
@@ -116,7 +116,7 @@ Graph = tuple[dict[str, ConfiguredModule], tuple[Edge, ...]]
 
 def _composite_graph(config: RunConfig) -> Graph:
     # Only transformers knows the parts of such a model.
-    from motet.families.composite_shapes import read_composite
+    from motet.families.shape_reading.composite_shapes import read_composite
 
     part = config.model.composite
     assert part is not None
@@ -339,7 +339,7 @@ def _decoder(part: DecoderConfig, encoder: ModuleWorkload, width: int) -> Module
 
 def _read_shape(part: PartConfig, key: str, *, packing: bool = False) -> ModuleWorkload:
     if getattr(part, "module", None) is not None:
-        from motet.families.own_encoders import build_on_meta, own_workload
+        from motet.families.encoders.own_encoders import build_on_meta, own_workload
 
         return own_workload(build_on_meta(part.module, part.values, key))  # type: ignore[attr-defined]
     try:

@@ -34,7 +34,8 @@ def cross_attention_layers(model: nn.Module) -> tuple[int, ...]:
 
 
 def exceptional_families() -> Mapping[str, Callable[[Any], Any]]:
-    """By `model_type`: functions of installed packages from a model to its `motet.families.discovery.CausalPaths`."""
+    """By `model_type`: functions of installed packages from a model to its `CausalPaths`
+    (`motet.families.discovery.language_model_parts`)."""
     return loaded("motet.language_models")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from motet.devices import to_device
 from motet.errors import UserError
 
 
@@ -78,7 +79,7 @@ class SequenceRotary:
                 ends = positions.new_full((*positions.shape[:-1], 1), end)
                 bound.arguments["position_ids"] = torch.cat([positions.clamp(max=end), ends], dim=-1)
                 own = tree_map(lambda values: values[..., :-1, :], forward(*bound.args, **bound.kwargs))
-                choose = partial(torch.where, (last == end)[..., None].to(positions.device))
+                choose = partial(torch.where, to_device((last == end)[..., None], positions.device))
                 result = own if result is None else tree_map(choose, own, result)
             return result
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from motet.errors import UserError
-from motet.families.composite import FeatureFunction
+from motet.families.discovery.composite import FeatureFunction
 from motet.families.tiny import NUM_PATCHES
 
 SIDE = 4

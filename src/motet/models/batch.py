@@ -45,9 +45,9 @@ from torch import Tensor
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
-from motet.families.encoders import family_of
-from motet.families.own_encoders import own_config
-from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, pooled, reads_text
+from motet.families.encoders.encoder_families import family_of
+from motet.families.encoders.own_encoders import own_config
+from motet.families.encoders.token_counts import LEGACY_END, encoder_segment, grid_of, pooled, reads_text
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from motet.assignment.sample import Segment
-from motet.families.composite import Composite, CompositeModule
+from motet.families.discovery.composite import Composite, CompositeModule
 from motet.models.graph import TYPICAL_TEXT_TOKENS, Layouts, ModuleNode
 from motet.models.stages.composite import CompositeEncoderStage, CompositeLanguageModelStage
 from motet.plan import LayerRange

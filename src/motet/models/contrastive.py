@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.families.caption_decoders import is_caption_decoder
-from motet.families.encoders import family_of
+from motet.families.encoders.encoder_families import family_of
 from motet.models.batch import DictBatch, batch_of_towers
 from motet.models.graph import DecoderNode, LossNode, ModalityModule, ModuleGraph, ModuleNode, TowerNode
 from motet.models.stages.contrastive import ContrastiveLoss, LossKind

@@ -23,8 +23,8 @@ from motet.config import (
     TowerConfig,
 )
 from motet.families.classes import Kind, compute_experts_in, default_dtype, model_class_of
-from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.configured_graph import ConfiguredGraph, read_graph
+from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.models.composite import CompositeNode
 from motet.models.generation import generator_node, query_node
 from motet.models.graph import (

@@ -23,16 +23,16 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.families.discovery import causal_paths, num_causal_layers
-from motet.families.encoders import family_of, num_running_blocks
+from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
+from motet.families.encoders.encoder_families import family_of, num_running_blocks
+from motet.families.encoders.own_encoders import adopt, encoder_config, own_config, own_workload
+from motet.families.encoders.token_counts import FeatureSelect, Pooling, encoder_segment, pooled
 from motet.families.language_models import (
     cross_attention_layers,
     is_language_model,
     is_tied,
 )
-from motet.families.module_shapes import module_workload
-from motet.families.own_encoders import adopt, encoder_config, own_config, own_workload
-from motet.families.token_counts import FeatureSelect, Pooling, encoder_segment, pooled
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers

@@ -33,11 +33,11 @@ from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.caption_decoders import is_added
 from motet.families.classes import Kind, config_class_named, model_class_of, model_on_meta, part_type
-from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
-from motet.families.discovery import causal_layer_parts, num_causal_layers
+from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
+from motet.families.discovery.language_model_parts import causal_layer_parts, num_causal_layers
+from motet.families.encoders.own_encoders import build, build_on_meta
 from motet.families.hf_config import stored_folder, tower_family
 from motet.families.language_models import check_causal
-from motet.families.own_encoders import build, build_on_meta
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 

@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from motet.attention.masks.rules import rule_named
 from motet.errors import UserError
-from motet.families.encoders import family_of
+from motet.families.encoders.encoder_families import family_of
 from motet.models.batch import DictBatch, batch_from_dict
 from motet.models.graph import EncoderNode, LanguageModelNode, Merge, ModalityModule, ModuleGraph, ModuleNode
 from motet.models.stages.language_model import PreprocessCallback

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
-from motet.families.own_encoders import own_config
+from motet.families.encoders.own_encoders import own_config
 from motet.families.rotary import forget_sequences
 from motet.models.composite import CompositeNode
 from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition

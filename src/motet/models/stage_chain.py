@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
-from motet.families.discovery import causal_paths
+from motet.families.discovery.language_model_parts import causal_paths
 from motet.families.language_models import is_tied
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput

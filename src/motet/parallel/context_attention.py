@@ -29,6 +29,7 @@ from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.attention.masks.distribution import Distribution
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import blocks_seen
+from motet.devices import to_device
 from motet.parallel.ring_attention import ring_attention
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import ContextOptions
@@ -153,7 +154,7 @@ class SharedAttention:
         sent = [place[self.needed(receiver, rank)] for receiver in range(self.cp.size)]
         rows = (np.concatenate(sent)[:, None] * size + np.arange(size)).reshape(-1)
         return _Exchange(
-            torch.from_numpy(rows).to(self._device),
+            to_device(torch.from_numpy(rows), self._device),
             [len(blocks) * size for blocks in sent],
             [len(blocks) * size for blocks in self.received_blocks],
             len(self._blocks[rank]) * size,
@@ -297,7 +298,7 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
         size = len(ctx.held)
-        order = torch.from_numpy(np.concatenate(ctx.held)).to(d_rows.device)
+        order = to_device(torch.from_numpy(np.concatenate(ctx.held)), d_rows.device)
         counts = [len(rows) for rows in ctx.held]
         returned = _Pending(d_rows.index_select(0, order), counts, [ctx.num_own] * size, ctx.cp.group).wait()
         return returned.unflatten(0, (size, ctx.num_own)).sum(0), None, None
@@ -319,7 +320,7 @@ def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -
     place = np.empty(sum(len(rows) for rows in held), np.int64)
     for member, rows in enumerate(held):
         place[rows] = member * most + np.arange(len(rows))
-    return collected.index_select(0, torch.from_numpy(place).to(own.device))
+    return collected.index_select(0, to_device(torch.from_numpy(place), own.device))
 
 
 class _Trade(torch.autograd.Function):

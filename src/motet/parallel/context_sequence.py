@@ -20,6 +20,7 @@ from motet.attention.kernels.backends import backend_for, check_backend
 from motet.attention.masks.distribution import FULL, Distribution, check_ulysses, rule_of_text, share_out
 from motet.attention.masks.rules import Rule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel, SharedAttention, gather_rows
 
@@ -68,31 +69,36 @@ class ContextSequence:
         return _num_rows(self._distribution, self._cp)
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """Positions [num_rows] of this rank's rows in the packed sequence."""
+    def host_tokens(self) -> Tensor:
+        """Positions [num_rows] of this rank's rows in the packed sequence, on the host."""
         held = self._distribution.tokens_of(self._cp.rank) if self.num_held else np.zeros(1, np.int64)
-        return torch.from_numpy(held).to(self._device)
+        return torch.from_numpy(held)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        return to_device(self.host_tokens, self._device)
 
     @property
-    def held(self) -> Tensor:
-        """Bool array [num_rows], false for the placeholder row of a rank without tokens."""
-        return torch.arange(self.num_rows, device=self._device) < self.num_held
+    def host_held(self) -> Tensor:
+        """Bool array [num_rows] on the host, false for the placeholder row of a rank without tokens."""
+        return torch.arange(self.num_rows) < self.num_held
 
     @cached_property
     def _own_place(self) -> Tensor:
         """For each position [T] of the sequence, the index among this rank's tokens; -1 if another rank holds it."""
-        places = torch.full((self._distribution.num_tokens,), -1, device=self._device)
-        places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
+        places = torch.full((self._distribution.num_tokens,), -1)
+        places[self.host_tokens[: self.num_held]] = torch.arange(self.num_held)
         return places
 
     def own(self, places: Tensor) -> Tensor:
-        """Maps positions in the packed sequence to indices among this rank's tokens, without those held elsewhere."""
-        at = self._own_place[places.to(self._device)]
+        """Maps positions in the packed sequence to indices among this rank's tokens, without those held elsewhere. Both
+        on the host."""
+        at = self._own_place[places]
         return at[at >= 0]
 
     def take(self, rows: Tensor) -> Tensor:
         """Takes this rank's rows [num_rows, H] of a tensor [T, H] that is equal on all ranks."""
-        return rows.index_select(0, self.tokens)
+        return rows.index_select(0, self._tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gathers [num_rows, H] to [T, H] on every rank; the backward sums the gradients of all ranks."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
-from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, tensor_parallel_groups
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, places, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.communicators import (
     Link,
@@ -21,7 +21,6 @@ from motet.schedule.communicators import (
     context_parallel_groups,
     groups_sharing_experts,
     in_rounds,
-    places,
 )
 
 

@@ -74,25 +74,25 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, tp: TensorParallel | None)
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-        num_tokens, num_local = logits.shape
+        num_local = logits.shape[1]
         counted = labels != IGNORED_LABEL
         local_labels = labels - tp.rank * num_local
         mine = counted & (local_labels >= 0) & (local_labels < num_local)
-        rows, columns = torch.arange(num_tokens, device=logits.device)[mine], local_labels[mine]
+        # Labels of other ranks read some column of this one's and count as nothing: sizes must not depend on values.
+        columns = local_labels.clamp(0, num_local - 1).unsqueeze(-1)
 
         largest = all_reduce(logits.amax(-1), tp, dist.ReduceOp.MAX)
         exponentials = (logits - largest.unsqueeze(-1)).exp()
-        targets = logits.new_zeros(num_tokens)
-        targets[rows] = logits[rows, columns] - largest[rows]
+        targets = (logits.gather(1, columns).squeeze(-1) - largest).masked_fill(~mine, 0.0)
         normalizers, targets = all_reduce(torch.stack([exponentials.sum(-1), targets]), tp)
 
-        ctx.save_for_backward(exponentials.div_(normalizers.unsqueeze(-1)), counted, rows, columns)
-        return (normalizers.log() - targets)[counted].sum()
+        ctx.save_for_backward(exponentials.div_(normalizers.unsqueeze(-1)), counted, mine, columns)
+        return (normalizers.log() - targets).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, counted, rows, columns = ctx.saved_tensors
+        probabilities, counted, mine, columns = ctx.saved_tensors
         result = probabilities * counted.unsqueeze(-1)
-        result[rows, columns] -= 1
+        result.scatter_add_(1, columns, -mine.to(result.dtype).unsqueeze(-1))
         return result * grad, None, None

@@ -485,7 +485,8 @@ class _Search:
         """Simulates the most promising chains of all variants."""
         num_actions = 0
         found = promising(self.problem, divisions, partial(chains_on, schedules=self.schedules))
-        self._progress(f"{len(found)} chains of layers under all options that are open")
+        if found:
+            self._progress(f"{len(found)} chains of layers under all options that are open")
         num_misfits = 0
         for each in found:
             if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= MAX_VARIANTS:

@@ -17,7 +17,7 @@ NO_CONTEXT_PARALLELISM = (
     "siglip_text_model",
 )
 """Encoders without context parallelism: their tokens do not attend to exactly their whole item, or their blocks need
-more than the tokens (`motet.families.encoders.EncoderFamily.has_full_attention`)."""
+more than the tokens (`motet.families.encoders.encoder_families.EncoderFamily.has_full_attention`)."""
 
 
 def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None:

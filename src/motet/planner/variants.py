@@ -27,6 +27,8 @@ from motet.schedule.generators import SPLIT_BACKWARDS
 
 MARGIN = 1.03
 """Estimated memory over the usable one up to which a layout is thought to fit: estimates err."""
+MAX_COMBINATIONS = 200
+"""Ways to divide the devices, with numbers of microbatches, on which chains are laid out: the most likely ones."""
 MAX_CELLS = 60_000
 """Most microbatches times stages times replicas that differ: larger programs take seconds to simulate."""
 
@@ -124,12 +126,20 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
     found: list[Promising] = []
     misfits: list[Promising] = []
     fastest_s = inf
-    for each in sorted(combinations, key=lambda each: each.likely_s):
+    variants: dict[tuple[int, tuple[str, ...], bool], PlanningProblem | None] = {}
+    options = savings(problem)
+    for each in sorted(combinations, key=lambda each: each.likely_s)[:MAX_COMBINATIONS]:
         if each.least_s > TRUST * fastest_s:
             continue
-        for recompute, zero1 in savings(problem):
-            changed = variant(each.problem, each.problem.num_microbatches, recompute, zero1)
+        number = each.problem.num_microbatches
+        for recompute, zero1 in options:
+            key = (number, recompute, zero1)
+            if key not in variants:
+                # Kept, as variants remember the costs of layers.
+                variants[key] = variant(problem, *key)
+            changed = variants[key]
             assert changed is not None
+            changed = changed.with_num_devices(each.problem.num_devices)
             costs = LayoutCosts(changed)
             laid_out = [
                 _estimated(changed, costs, layout)

@@ -13,6 +13,11 @@ from motet.schedule.action import Compute, Kind
 from motet.schedule.communicators import communicators
 from motet.timeline import Timeline
 
+MOST_GROUPS = 64
+"""Most groups of ranks whose memory is told."""
+MOST_ROWS = 16
+"""Most of them in a text."""
+
 
 def report(
     plan: Plan, problem: PlanningProblem, *, planning_time_s: float = 0.0, dtype: str = "float32"
@@ -38,6 +43,7 @@ def report_evaluation(
         "mfu": evaluation.mfu(dtype),
         "hfu": evaluation.hfu(dtype),
         "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
+        "memory_by_kind": memory_by_kind(evaluation),
         "num_devices": plan.num_ranks,
         "schedule": plan.schedule,
         "assignment": plan.assignment,
@@ -68,6 +74,17 @@ def _communicators(evaluation: Evaluation) -> dict[str, list[int]]:
         "number": [a + b for a, b in zip(groups, links, strict=True)],
         "bytes": communicator_bytes(needed, num_ranks),
     }
+
+
+def memory_by_kind(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Bytes by kind when a rank holds most, for each group of ranks that compute the same at the same time, at most
+    `MOST_GROUPS`: those of its first rank."""
+    groups = evaluation.result.alike_ranks[:MOST_GROUPS]
+    found = evaluation.result.peak_memory_by_kind([ranks[0] for ranks in groups])
+    return [
+        {"ranks": list(ranks), "bytes": {kind: size for kind, size in found[ranks[0]].items() if size}}
+        for ranks in groups
+    ]
 
 
 def compare_costs(problem: PlanningProblem, plan: Plan) -> list[dict[str, Any]]:
@@ -206,6 +223,7 @@ def report_text(values: Mapping[str, Any]) -> str:
         ranks += f" (1 of {num_replicas} replicas)" if num_replicas > 1 else ""
         rows.append((stage["module"], f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
     lines += _table(rows)
+    lines += _table(_memory_rows(values["memory_by_kind"]))
     if values["cost_comparison"]:
         lines += _table(_comparison_rows(values["cost_comparison"]))
     if values["overflows"]:
@@ -213,6 +231,19 @@ def report_text(values: Mapping[str, Any]) -> str:
         lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
         lines += [f"  {remedy}" for remedy in values["remedies"]]
     return "\n".join(lines)
+
+
+def _memory_rows(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    kinds = list(dict.fromkeys(kind for group in groups for kind in group["bytes"]))
+    rows: list[tuple[str, ...]] = [("memory in MiB, ranks", *kinds, "peak")]
+    for group in groups[:MOST_ROWS]:
+        first, *others = group["ranks"]
+        ranks = str(first) if not others else f"{first} and {len(others)} more"
+        sizes = [group["bytes"].get(kind, 0) for kind in kinds]
+        rows.append((ranks, *(f"{size / 2**20:.1f}" for size in [*sizes, sum(sizes)])))
+    if len(groups) > MOST_ROWS:
+        rows.append((f"({len(groups) - MOST_ROWS} more groups)", *("" for _ in kinds), ""))
+    return rows
 
 
 def _distinct_stages(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:

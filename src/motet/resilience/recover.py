@@ -335,6 +335,8 @@ class TrainingProcess:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
             trainer.resume(*found)
+            if before is not None:
+                trainer.summary.keep_record(before)
 
 
 def _exchange_contents(mine: RankContents) -> list[RankContents]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
 from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
+from motet.devices import HostCopy, to_device
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh, pairs_by_tag
@@ -69,6 +70,21 @@ class IterationResult:
     """Norm of the whole model's gradient; 0 for a forward-only iteration."""
     pause: bool = False
     """Whether some rank wants all to pause after this iteration."""
+
+
+class StartedIteration:
+    """An iteration of which all that the device has to do was issued. Its results are on their way to the host."""
+
+    def __init__(self, totals: Tensor, to_result: Callable[[list[float]], IterationResult]) -> None:
+        self.gradient_norm = totals[-3].sqrt()
+        """As of `IterationResult`, on the device."""
+        self.is_finite = totals[:-2].isfinite().all()
+        """Whether losses and norm are finite, on the device."""
+        self._totals, self._to_result = HostCopy(totals), to_result
+
+    def read(self) -> IterationResult:
+        """Waits for the device."""
+        return self._to_result(self._totals.read().tolist())
 
 
 class Engine:
@@ -182,9 +198,16 @@ class Engine:
         None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         with self.executor.deadline.guarded():
-            return self._run(batch, forward_only, seed)
+            return self._start(batch, forward_only, seed).read()
 
-    def _run(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> IterationResult:
+    def start(
+        self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None
+    ) -> StartedIteration:
+        """As `run`, without waiting for a device that computes beside the host."""
+        with self.executor.deadline.guarded():
+            return self._start(batch, forward_only, seed)
+
+    def _start(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> StartedIteration:
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)
@@ -196,7 +219,9 @@ class Engine:
         }
         self.gradients_are_complete = False
         self.executor.run(program, routes, batch, tokens, seed)
-        totals = torch.zeros(len(losses) + 3, dtype=torch.float64, device=self.device)
+        cut = _digest(repr(assignment))
+        totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut], dtype=torch.float64)
+        totals = to_device(totals, self.device)
         for (name, _, _), runner in self.executor.runners.items():
             if name in losses and runner.reports_loss(self.model.mesh.rank):
                 totals[list(losses).index(name)] += runner.loss_sum
@@ -206,19 +231,20 @@ class Engine:
                 self.model.finish_gradients()
             if self._trained:
                 self._forget_unreached(reached)
-            totals[-3] = self.model.counted_squared_norm()
+            totals[-3] = to_device(self.model.counted_squared_norm(), self.device)
             self.gradients_are_complete = True
-        totals[-2] = self.wants_pause()
-        totals[-1] = cut = _digest(repr(assignment))
         self.executor.sum_over_ranks(totals, "of losses")
-        values = totals.tolist()
-        if values.pop() != cut * dist.get_world_size():
-            raise StepFailedError(
-                f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
-                "do all processes read the same costs, data and version of motet?"
-            )
-        sums = dict(zip(losses, values[:-2], strict=True))
-        return IterationResult(self.weighted_loss(sums, tokens), sums, tokens, values[-2] ** 0.5, values[-1] > 0)
+
+        def result(values: list[float]) -> IterationResult:
+            if values.pop() != cut * dist.get_world_size():
+                raise StepFailedError(
+                    f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
+                    "do all processes read the same costs, data and version of motet?"
+                )
+            sums = dict(zip(losses, values[:-2], strict=True))
+            return IterationResult(self.weighted_loss(sums, tokens), sums, tokens, values[-2] ** 0.5, values[-1] > 0)
+
+        return StartedIteration(totals, result)
 
     def weighted_loss(self, sums: Mapping[str, float], tokens: Mapping[str, int]) -> float:
         """The weighted sum of the modules' mean losses."""
@@ -228,7 +254,7 @@ class Engine:
         """Leaves parameters without gradient that no rank's microbatches have reached. Collective.
 
         All ranks learn it before gradients are complete: after a failure, each of them finishes the step alone."""
-        reached = torch.tensor([float(name in mine) for name in self._trained], device=self.device)
+        reached = torch.tensor([float(name in mine) for name in self._trained])
         self.executor.sum_over_ranks(reached, "of reached parameters")
         self.model.forget_gradients({n for n, count in zip(self._trained, reached.tolist(), strict=True) if not count})
 
@@ -236,10 +262,10 @@ class Engine:
         """Scales the gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
         Returns the norm before clipping."""
-        squared = self.model.counted_squared_norm().to(self.device)
+        squared = to_device(self.model.counted_squared_norm(), self.device)
         dist.all_reduce(squared)
         norm = squared.sqrt()
-        self.model.clip_gradients(norm.item(), max_norm)
+        self.model.clip_gradients(norm, max_norm)
         return norm
 
     def prepare(self, samples: Sequence[Sample]) -> None:

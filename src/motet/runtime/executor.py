@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from motet.devices import seed_generators
+from motet.devices import has_own_memory, seed_generators, to_device
 from motet.models.stages.stage import Batch
 from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
 from motet.parallel.tensor_collectives import rows_of_share
-from motet.plan import Stage
+from motet.plan import Stage, places
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.messages import LocalProgram, Mailbox
@@ -51,6 +51,10 @@ class Executor:
         self.mesh, self.runners, self.reducers, self.device = mesh, runners, reducers, device
         self._overlapping = _overlapping(mesh.rank, runners, reducers, holders)
         self.deadline = Deadline(mesh.timeout, self.describe)
+        self._hosts: dist.ProcessGroup | None = None
+        """The group in which values on the host are summed; None: all ranks' own."""
+        if has_own_memory(device) and dist.get_backend() != "gloo":
+            self._hosts = dist.new_group(backend="gloo", timeout=mesh.timeout)
         self._doing: Doing = None
         self.started_s = 0.0
         """Start of the last iteration, by `time.perf_counter`."""
@@ -185,7 +189,7 @@ class Executor:
             if piece is None:
                 result += tensor
             else:
-                result.index_add_(-2, torch.from_numpy(piece.kept).to(self.device), tensor)
+                result.index_add_(-2, to_device(torch.from_numpy(piece.kept), self.device), tensor)
         return result
 
     def _exchange(self, message: Message) -> None:
@@ -198,7 +202,7 @@ class Executor:
             tensor = _rows_of_piece(self._mailbox.use(message.value), piece)
             if num_shares > 1:
                 end = self._routes.stage(route.source if message.gradient else route.target)
-                tensor = rows_of_share(tensor, end.ranks.index(message.receiver) % num_shares, num_shares)
+                tensor = rows_of_share(tensor, places(end.ranks).index(message.receiver) % num_shares, num_shares)
             if tensor.numel() or not here.rows.is_resharded(route):
                 self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
             return
@@ -217,9 +221,10 @@ class Executor:
         seed_generators(self.device, seed)
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
-        """Sums in place over all ranks, before the deadline of the last iteration."""
+        """Sums in place over all ranks, before the deadline of the last iteration. Values may be on the host."""
         with self.doing("the end of the iteration"):
-            work = dist.all_reduce(values, async_op=True)
+            group = None if has_own_memory(values.device) else self._hosts
+            work = dist.all_reduce(values, group=group, async_op=True)
             assert work is not None
             self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
 
@@ -272,7 +277,7 @@ class Executor:
 
 def _rows_of_piece(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
     """[..., rows, width]: those of the piece."""
-    return tensor if piece is None else tensor.index_select(-2, torch.from_numpy(piece.sent).to(tensor.device))
+    return tensor if piece is None else tensor.index_select(-2, to_device(torch.from_numpy(piece.sent), tensor.device))
 
 
 def _listed(ranks: Sequence[int]) -> str:

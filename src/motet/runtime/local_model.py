@@ -303,15 +303,18 @@ class LocalModel:
         return [cast(nn.Module, stage) for stage in self.stages.values()]
 
     @torch.no_grad()
-    def clip_gradients(self, norm: float, max_norm: float) -> None:
+    def clip_gradients(self, norm: float | Tensor, max_norm: float) -> None:
         """Scales the gradients down to `max_norm`, by the rule of `torch.nn.utils.clip_grad_norm_`.
 
-        `norm`: that of the gradients of the whole model, over all ranks."""
+        `norm`: that of the gradients of the whole model, over all ranks; a tensor is not read by the host."""
         factor = max_norm / (norm + 1e-6)
-        if factor < 1:
-            for parameter in self.trainable():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        if isinstance(factor, Tensor):
+            factor = factor.clamp(max=1.0)
+        elif not factor < 1:
+            return
+        for parameter in self.trainable():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def trainable(self) -> list[nn.Parameter]:
         return [p.parameter for p in self.parameters if p.parameter.requires_grad]

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.assignment.sample import Sample
+from motet.errors import UserError
+from motet.parallel.mesh import pairs_by_tag
 from motet.runtime.deadline import Deadline
 from motet.schedule.action import Compute, Kind
 from motet.schedule.communicators import Link
@@ -170,7 +172,7 @@ class Mailbox:
 
     def send(self, message: Message, tensor: Tensor, *, answered: bool) -> None:
         """`answered`: a gradient will come back for it, which shows that it arrived."""
-        work = dist.isend(tensor, message.receiver, group=self._links[_link(message)], tag=self._tags[message])
+        work = dist.isend(tensor, message.receiver, group=self._group(message), tag=self._tags[message])
         assert work is not None
         send = _Transfer(tensor, work, message)
         if answered:
@@ -182,9 +184,20 @@ class Mailbox:
 
     def receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(buffer, message.sender, group=self._links[_link(message)], tag=self._tags[message])
+        work = dist.irecv(buffer, message.sender, group=self._group(message), tag=self._tags[message])
         assert work is not None
         self._receives.setdefault(message.value, []).append(_Transfer(buffer, work, message))
+
+    def _group(self, message: Message) -> dist.ProcessGroup | None:
+        """Raises `UserError` for a message between replicas that the plan keeps apart, where the transport needs a
+        communicator opened before the first step."""
+        link = _link(message)
+        if link in self._links or pairs_by_tag():
+            return self._links.get(link)
+        raise UserError(
+            f"parallel.assignment: rank {link.sender} would send to rank {link.receiver}, which have different shares "
+            "of the batch; an assignment keeps each share's samples in the replicas of the share"
+        )
 
     def release(self, cell: Cell) -> None:
         """Called after a cell's backward: what it sent forward has been answered, so it has arrived."""

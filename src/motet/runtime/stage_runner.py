@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import IGNORED_LABEL, members_of_cell
+from motet.devices import to_device
 from motet.models.stages.contrastive import ALONE, RowExchange
 from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutput
 from motet.parallel.context_attention import ContextParallel
@@ -205,14 +206,15 @@ class StageRunner:
         members = self._routes.samples(cell)
         samples = members_of_cell(self._batch.samples, members, self.data_module)
         features: list[dict[str, Tensor]] = [{} for _ in samples]
+        where = torch.device("cpu") if getattr(self.module, "features_on_host", False) else self.device
         if self.module.needs_features and not members:
-            ids = torch.zeros(1, dtype=torch.long, device=self.device)
+            ids = torch.zeros(1, dtype=torch.long, device=where)
             features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
         elif self.module.needs_features:
             for sample, i in zip(features, members, strict=True):
                 for key, tensor in self._batch.features(self.data_module, i).items():
                     dtype = self._parameter_dtype if tensor.is_floating_point() else tensor.dtype
-                    sample[key] = tensor.to(self.device, dtype)
+                    sample[key] = to_device(tensor, where).to(dtype)
         return StageInput(
             samples=samples,
             features=features,
@@ -245,7 +247,7 @@ class StageRunner:
         assert made is not None
         output = made.detach().to(self.message_dtype(route))
         rows = self._carried_rows(route)
-        carried = output if rows is None else output.index_select(0, rows.to(output.device))
+        carried = output if rows is None else output.index_select(0, to_device(rows, output.device))
         # A receiver takes whatever comes: a message of another size would go unnoticed.
         assert tuple(carried.shape) == self.output_shape(route), (route, tuple(carried.shape))
         return carried.contiguous()
@@ -299,7 +301,7 @@ class StageRunner:
             gradient = gradient.to(output.dtype)
             rows = self._carried_rows(route)
             if rows is not None:
-                gradient = torch.zeros_like(output).index_add_(0, rows.to(output.device), gradient)
+                gradient = torch.zeros_like(output).index_add_(0, to_device(rows, output.device), gradient)
             total = gradient if total is None else total + gradient
         assert total is not None
         return total
@@ -342,7 +344,7 @@ class StageRunner:
             brought = [route.samples for route in routes]
             order = merge_order(brought, members, self._batch.samples, source, self.data_module)
             order = self.rows.order_of_received(order, routes)
-            incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))
+            incoming[source] = tokens if order is None else tokens.index_select(0, to_device(order, tokens.device))
         return incoming
 
     def _data_module_of(self, module: str) -> str:
@@ -408,7 +410,7 @@ class LossRunner(StageRunner):
 
     def _own_part(self, route: Route, carried: Tensor) -> Tensor:
         rows = self._first_rows(route)[self._own_places(route)]
-        return carried if len(rows) == len(carried) else carried.index_select(0, rows.to(carried.device))
+        return carried if len(rows) == len(carried) else carried.index_select(0, to_device(rows, carried.device))
 
     def _carried_gradient(self, route: Route, embeddings: Tensor) -> Tensor:
         """The gradient of all rows that a route carries: rows other than the embeddings have no part in the loss."""
@@ -417,7 +419,7 @@ class LossRunner(StageRunner):
         if num_rows == len(embeddings):
             return embeddings
         whole = embeddings.new_zeros(num_rows, embeddings.shape[1])
-        whole[self._first_rows(route).to(whole.device)] = embeddings
+        whole[to_device(self._first_rows(route), whole.device)] = embeddings
         return whole
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
@@ -431,5 +433,5 @@ class LossRunner(StageRunner):
             samples = [place[i] for route in routes for i in samples_of_ranks(self._routes, route)[self._rank]]
             rows = torch.cat([leaves[route] for route in routes])
             order = torch.from_numpy(np.argsort(np.array(samples, dtype=np.int64)))
-            result[tower] = rows.index_select(0, order.to(rows.device))
+            result[tower] = rows.index_select(0, to_device(order, rows.device))
         return result

@@ -16,10 +16,10 @@ from itertools import product
 from math import lcm
 from typing import NamedTuple
 
-from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment, num_shares
+from motet.assignment.batch_assignment import BatchAssignment, num_shares
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.plan import Plan, Stage, expert_groups, tensor_parallel_groups
+from motet.plan import Plan, Stage, expert_groups, places, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Holder, reductions
 from motet.schedule.lower import messages
@@ -138,11 +138,6 @@ def groups_sharing_experts(plan: Plan, reduction: Reduce) -> list[Ranks]:
     return [tuple(places(ranks)) for ranks in expert_groups(module, stage.layers)]
 
 
-def places(ranks: Ranks) -> list[int]:
-    """The ranks in the order in which torch.distributed numbers the members of a group."""
-    return sorted(ranks)
-
-
 def _members_by_share(plan: Plan, holders: tuple[Holder, ...]) -> list[list[Ranks]]:
     """Returns, for each share of the parameters, the tensor-parallel groups that hold it of a run of layers, in all
     replicas and for all members of context-parallel groups, each of which has the gradients of its own tokens.
@@ -188,22 +183,17 @@ def _check_members(reduction: Reduce, members: Sequence[Ranks]) -> None:
 def plan_links(plan: Plan) -> list[Link]:
     """The links that any batch may need, however it is cut."""
     everything = {module.data_module(name): (Segment(1),) for name, module in plan.modules.items()}
-    if plan.loss_module is not None:
-        replicas = max(len(module.replicas) for module in plan.modules.values())
-        samples = [Sample(str(i), everything, {}) for i in range(replicas * plan.num_microbatches)]
-        assignment = contiguous_assignment(plan, samples)
-    else:
-        of_samples = _replicas_of_samples(plan)
-        samples = [Sample(str(i), everything, {}) for i in range(len(of_samples))]
-        assignment = BatchAssignment(
-            {
-                name: tuple(
-                    (tuple(i for i, replica_of in enumerate(of_samples) if replica_of[name] == r),)
-                    for r in range(len(module.replicas))
-                )
-                for name, module in plan.modules.items()
-            }
-        )
+    of_samples = _replicas_of_samples(plan)
+    samples = [Sample(str(i), everything, {}) for i in range(len(of_samples))]
+    assignment = BatchAssignment(
+        {
+            name: tuple(
+                (tuple(i for i, replica_of in enumerate(of_samples) if replica_of[name] == r),)
+                for r in range(len(module.replicas))
+            )
+            for name, module in plan.modules.items()
+        }
+    )
     routes = derive_routes(plan, assignment, samples)
     dependencies = Dependencies(routes)
     links = set()
@@ -218,11 +208,13 @@ def plan_links(plan: Plan) -> list[Link]:
 def _replicas_of_samples(plan: Plan) -> list[dict[str, int]]:
     """Each sample's replica of each module, such that all replicas of a share that may meet do meet."""
     replicas_of = []
-    for share in range(num_shares(plan)):
+    # Modules around a contrastive loss cut each of its batches by themselves, so that any of their replicas may meet.
+    parts = num_shares(plan) if plan.loss_module is None else 1
+    for share in range(parts):
         of_share = {
             name: range(share * size, (share + 1) * size)
             for name, module in plan.modules.items()
-            for size in [len(module.replicas) // num_shares(plan)]
+            for size in [len(module.replicas) // parts]
         }
         first = {name: replicas[0] for name, replicas in of_share.items()}
         for name, replicas in of_share.items():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.plan import ModulePlan, Plan, Stage
+from motet.plan import ModulePlan, Plan, Stage, places
 from motet.ragged_arrays import Floats, Ints, ranges, starts_of
 from motet.schedule.action import Compute, Durations, Reduce, unit_duration
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
@@ -100,8 +100,8 @@ class Program:
     def in_order(self, actions: Floats, messages: Floats, reductions: Floats) -> Floats:
         """Numbers for each action, message and reduction, put into the total order."""
         result = np.empty(self.num_steps)
-        for places, values in zip(self.places, (actions, messages, reductions), strict=True):
-            result[places] = values
+        for found, values in zip(self.places, (actions, messages, reductions), strict=True):
+            result[found] = values
         return result
 
     @cached_property
@@ -242,15 +242,15 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
     """
     begin, end = (target, source) if gradient else (source, target)
     if same_module and max(begin.cp_size, end.cp_size) > 1:
-        places = range(begin.cp_size)
+        all_places = range(begin.cp_size)
         return [
             (begin.ranks[place * begin.tp_size + i % end.tp_size % begin.tp_size], receiver)
             for i, receiver in enumerate(end.ranks)
-            for place in (places if is_resharded(source, target) else [i // end.tp_size])
+            for place in (all_places if is_resharded(source, target) else [i // end.tp_size])
             if receiver not in begin.ranks[place * begin.tp_size : (place + 1) * begin.tp_size]
         ]
-    senders = begin.ranks
-    return [(senders[i % len(senders)], receiver) for i, receiver in enumerate(end.ranks) if receiver not in senders]
+    senders, receivers = places(begin.ranks), places(end.ranks)
+    return [(senders[i % len(senders)], receiver) for i, receiver in enumerate(receivers) if receiver not in senders]
 
 
 def row_shares(source: Stage, target: Stage, *, gradient: bool, same_module: bool) -> int:

@@ -1,6 +1,6 @@
 """The shape of a module without torch: which linears, attention and parameters each layer has.
 
-Shapes come from modules themselves (`motet.families.module_shapes`); `projector_layer` describes what
+Shapes come from modules themselves (`motet.families.shape_reading.module_shapes`); `projector_layer` describes what
 `motet.models.stages.projector` builds. Costs and memory derive everything from these shapes. Layers are numbered as
 docs/architecture.md says.
 

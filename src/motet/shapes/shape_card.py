@@ -1,8 +1,8 @@
 """The shape card: what planning needs of a module, as a JSON file that is read without torch.
 
-Cards are made once for a configuration, by `motet.families.shape_walker`, and kept in the user's cache folder. Their
-names are digests of what was asked and of the versions of what answered, so that a card is never out of date. Nothing
-in a card is executed.
+Cards are made once for a configuration, by `motet.families.shape_reading.shape_walker`, and kept in the user's cache
+folder. Their names are digests of what was asked and of the versions of what answered, so that a card is never out of
+date. Nothing in a card is executed.
 """
 
 import hashlib

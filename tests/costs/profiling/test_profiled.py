@@ -6,7 +6,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.costs.cost_model import LayerCost, Load, Quadratic
 from motet.costs.profiling.profiler import Measurement, fit_module
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.shapes.module_shape import with_projector
 
 LOADS = [

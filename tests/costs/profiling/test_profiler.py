@@ -22,7 +22,7 @@ from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
 from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile, runs_to_measure
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from motet.assignment.sample import Sample
-from motet.families.encoders import family_of
-from motet.families.token_counts import encoder_segment
+from motet.families.encoders.encoder_families import family_of
+from motet.families.encoders.token_counts import encoder_segment
 from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.projector import build_projector, projected_size

@@ -17,7 +17,7 @@ from tiny_encoders import (
 )
 from torch import nn
 
-from motet.families.encoders import family_of
+from motet.families.encoders.encoder_families import family_of
 from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage, encoder_layer_parts, num_encoder_layers
 from motet.models.stages.projector import build_projector

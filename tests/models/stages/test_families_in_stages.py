@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from motet.errors import UserError
-from motet.families.discovery import num_causal_layers
+from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.tiny import perturb, tiny_config
 from motet.models.materialize import float64_throughout
 from motet.models.stage_chain import largest_difference, run_chain, run_whole, text_samples

@@ -10,7 +10,7 @@ from template_problems import chains_of, on_nodes, shared, with_tp
 from motet.assignment.sample import Sample, Segment
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
-from motet.families.module_shapes import module_workload
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure

@@ -24,6 +24,7 @@ from motet.errors import UserError
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.runtime.engine import Engine, IterationResult
+from motet.runtime.training.trainer import TrainingSummary
 from motet.runtime.training.worker import train_worker
 from motet.timeline import Timeline
 
@@ -298,3 +299,13 @@ def test_one_ranks_trouble_with_its_data_is_all_that_is_said(
     said = capfd.readouterr().err.splitlines()
     assert said[-1] == f"motet: error: data.files: the image of {bad} is damaged; take it out"
     assert not [line for line in said[:-1] if not line.startswith("step ")]
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_keeps_the_record_of_the_steps_before() -> None:
+    before = TrainingSummary(steps=5, losses=[3.0, 4.0, 5.0], evaluations={2: 9.0, 4: 8.0}, skipped_steps=[3, 5])
+    after = TrainingSummary(steps=4)
+    after.keep_record(before)
+    assert (after.losses, after.evaluations, after.skipped_steps) == ([3.0, 4.0], {2: 9.0, 4: 8.0}, [3])
+    older = TrainingSummary(steps=1)
+    older.keep_record(before)
+    assert (older.losses, older.evaluations, older.skipped_steps) == ([], {}, [])

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
 from benchmarks.families import OF_COMPOSITES
 from motet.errors import UserError
-from motet.families.composite import find_parts
+from motet.families.discovery.composite import find_parts
 from motet.families.tiny import WIDTH, tiny_config
 from motet.families.tiny_media import tiny_medium
 from motet.runtime.verification.composite_probe import LARGEST, TRIALS, probe_composite

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, TileMap
 from motet.attention.masks.tile_counts import most_block_tokens
+from motet.devices import to_device
 from motet.errors import UserError
 
 # Dense attention of torch: the reference, and the path on the CPU. Its mask is a matrix of queries x keys.
@@ -91,7 +92,7 @@ def _padded_rows(
             found = tile_map.blocks[tiles][tile_map.is_full[tiles] == full]
             counts[batch, 0, row] = len(found)
             columns[batch, 0, row, : len(found)] = torch.from_numpy(found)
-    return counts.to(device), columns.to(device)
+    return to_device(counts, device), to_device(columns, device)
 
 
 BackendName = Literal["auto", "triton", "flex", "dense"]

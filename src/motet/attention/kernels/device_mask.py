@@ -15,6 +15,7 @@ from torch import Tensor
 
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import EMPTY, FULL, block_map
+from motet.devices import to_device
 
 # Tasks: a block of queries is computed by as many programs as its non-empty tiles need, each with about equally many
 # tiles (thesis 3.3.2.2). Compute units take tasks in order, so the longest come first.
@@ -120,9 +121,9 @@ class DeviceTasks:
     @staticmethod
     def on(device: torch.device, tasks: Tasks) -> "DeviceTasks":
         return DeviceTasks(
-            tasks=torch.from_numpy(tasks.tasks).to(device),
-            tiles=torch.from_numpy(tasks.tiles).to(device),
-            split_blocks=torch.from_numpy(tasks.split_blocks).to(device),
+            tasks=to_device(torch.from_numpy(tasks.tasks), device),
+            tiles=to_device(torch.from_numpy(tasks.tiles), device),
+            split_blocks=to_device(torch.from_numpy(tasks.split_blocks), device),
             num_slots=tasks.num_slots,
         )
 
@@ -185,7 +186,7 @@ def device_mask(
     maps = [tile_map(mask.padded(len(blocks) * block), rows, columns, block) for mask in masks]
 
     def stack(arrays: Sequence[NDArray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.stack(arrays)).to(device, dtype)
+        return to_device(torch.from_numpy(np.stack(arrays)).to(dtype), torch.device(device))
 
     return DeviceMask(
         lo=stack([mask.lo[queries] for mask in masks], torch.int32),

@@ -8,7 +8,7 @@ from motet.config import DescribedConfig, EncoderConfig, RunConfig
 from motet.config.data_section import DescribedImagesConfig
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, ConfiguredModule
-from motet.families.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
+from motet.families.encoders.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 from motet.shapes.module_shape import QUERY_TOKENS, ModuleWorkload
 

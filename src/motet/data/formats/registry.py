@@ -35,7 +35,7 @@ from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamp
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph
-from motet.families.token_counts import modalities_of, modality_of, reads_text
+from motet.families.encoders.token_counts import modalities_of, modality_of, reads_text
 
 FILE_FORMATS: Mapping[str, Callable[[RecordReader], ExampleSource]] = {
     ".tar": ShardExamples,

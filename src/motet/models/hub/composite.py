@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from motet.config import PartConfig
 from motet.families.classes import model_on_meta
-from motet.families.composite import composite_class_of, find_parts, read_composite_config
+from motet.families.discovery.composite import composite_class_of, find_parts, read_composite_config
 from motet.families.hf_config import stored_folder
 from motet.models.hub.export import MANIFEST, write_folder
 from motet.models.hub.weights import MAX_SHARD_SIZE, RenamedTensors, save_part, write_json

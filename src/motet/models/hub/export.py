@@ -41,9 +41,9 @@ from motet.attention.masks.rules import rule_of_family
 from motet.config import ModelConfig
 from motet.errors import UserError
 from motet.families.classes import Kind, model_class_of
-from motet.families.encoders import ENCODER_FAMILIES
-from motet.families.own_encoders import OwnConfig
-from motet.families.token_counts import FeatureSelect
+from motet.families.encoders.encoder_families import ENCODER_FAMILIES
+from motet.families.encoders.own_encoders import OwnConfig
+from motet.families.encoders.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.from_run_file import adapters_of
 from motet.models.graph import Merge, ModalityModule, ModuleGraph

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from motet.assignment.sample import Segment
 from motet.errors import UserError
-from motet.families.encoders import family_of
+from motet.families.encoders.encoder_families import family_of
 from motet.models.graph import ModalityModule
 from motet.models.hub.export import load_export
 from motet.models.multimodal import MultimodalModule

@@ -18,7 +18,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProces
 
 from motet.errors import UserError
 from motet.families.classes import model_class_of
-from motet.families.token_counts import FeatureSelect, token_counts
+from motet.families.encoders.token_counts import FeatureSelect, token_counts
 from motet.models.graph import ModalityModule
 from motet.models.hub.export import (
     ModelDescription,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import Sample
+from motet.devices import to_device
 from motet.models.stages.causal import CausalStage, all_tokens, labelled, labels_of, layout_of, token_ids
 from motet.models.stages.stage import StageInput, StageOutput
 
@@ -44,19 +45,21 @@ class CaptionDecoderStage(CausalStage):
         hidden, features = inputs.hidden, inputs.features
         sequences = layout_of(inputs.samples, self.name, packed=False)
         if hidden is None:
-            ids = token_ids(features, sequences)
+            ids = to_device(token_ids(features, sequences), self.device)
         else:
             ids = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
         mask = sequences.attention_mask()
-        rows, labels = labelled(labels_of(features), sequences.places()) if self.is_last else (None, None)
+        rows, labels = (None, None)
+        if self.is_last:
+            rows, labels = (to_device(own, self.device) for own in labelled(labels_of(features), sequences.places()))
         states, logits = self.run_layers(
             ids,
             hidden,
             rows=rows,
             lengths=sequences.length_of_token(),
             options={
-                "attention_mask": None if mask is None else mask.to(ids.device),
-                "position_ids": sequences.position_ids().to(ids.device),
+                "attention_mask": None if mask is None else to_device(mask, self.device),
+                "position_ids": to_device(sequences.position_ids(), self.device),
                 **self._encoder_states(inputs.incoming, inputs.samples),
             },
         )
@@ -78,13 +81,13 @@ class CaptionDecoderStage(CausalStage):
         if any(own != (0, num_columns) for own in seen):
             first, end = torch.tensor(seen).T[:, :, None]
             column = torch.arange(num_columns)
-            states["encoder_attention_mask"] = ((first <= column) & (column < end)).long().to(tokens.device)
+            states["encoder_attention_mask"] = to_device(((first <= column) & (column < end)).long(), self.device)
         return states
 
 
 def _seen(sample: Sample, source: str, num_features: int) -> tuple[int, int]:
     """Returns the half-open range of features that each caption attends to, without those of a text's padding."""
     (segment,) = sample.layouts[source]
-    if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.families.token_counts`).
+    if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.families.encoders.token_counts`).
         return segment.grid[2], segment.grid[3]
     return 0, num_features

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
+from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.discovery import causal_paths, num_causal_layers
+from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
+from motet.families.known_masks import masks_known
 from motet.families.language_models import is_tied, next_labels
 from motet.families.rotary import SequenceRotary
 from motet.models.stages.stage import keep_frozen_in_eval_mode
@@ -94,16 +96,19 @@ def merge(embeddings: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """`embeddings` [rows, columns, H] with `tokens` [n, H] in place of what stood at `places`."""
     rows, columns, width = embeddings.shape
     flat = embeddings.reshape(rows * columns, width)
-    return flat.index_copy(0, places.to(flat.device), tokens.to(flat.dtype)).view(rows, columns, width)
+    return flat.index_copy(0, to_device(places, flat.device), tokens.to(flat.dtype)).view(rows, columns, width)
 
 
 def all_tokens(hidden: Tensor, sequences: SequenceLayout) -> Tensor:
     """[rows, columns, H] -> [sum of lengths, H], sample after sample, without padding."""
-    return hidden.flatten(0, 1).index_select(0, sequences.places().to(hidden.device))
+    return hidden.flatten(0, 1).index_select(0, to_device(sequences.places(), hidden.device))
 
 
 class CausalStage(nn.Module):
     """Layers [first, last) of a causal model. Takes over `model`: layers of other stages lose their weights."""
+
+    features_on_host = True
+    """Token ids and labels come on the host, where rows with a label are found without waiting for the device."""
 
     def __init__(self, name: str, model: Any, layers: LayerRange, *, recompute: bool = False) -> None:
         super().__init__()
@@ -127,6 +132,11 @@ class CausalStage(nn.Module):
             self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
         if recompute:
             self.recompute_blocks()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
 
     def recompute_blocks(self) -> None:
         """From now on blocks are run again in the backward pass instead of keeping what is inside them."""
@@ -186,6 +196,7 @@ class CausalStage(nn.Module):
         enter: Callable[[Tensor], Tensor] | None = None,
         rows: Tensor | None = None,
         lengths: Tensor,
+        packed_positions: Tensor | None = None,
         options: Mapping[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the model's forward from the stage's first layer to its last.
@@ -198,6 +209,7 @@ class CausalStage(nn.Module):
                 all.
             lengths: [rows, columns], of each token's sample, which is longer than what stands here where a
                 context-parallel group shares it.
+            packed_positions: [rows, columns] on the host, of packed samples; None: each has a row of its own.
             options: of the model's forward; those that it does not know are left out.
 
         Returns:
@@ -227,7 +239,8 @@ class CausalStage(nn.Module):
         known = {"use_cache": False, **options}
         known = {key: value for key, value in known.items() if key in self._takes or key == "context"}
         try:
-            logits = self.module(input_ids=ids, **known).logits
+            with masks_known(packed_positions):
+                logits = self.module(input_ids=ids, **known).logits
         except LeftForward as left:
             return left.packed, None
         finally:
@@ -247,7 +260,7 @@ class CausalStage(nn.Module):
 def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
     """[rows, columns], 0 where nothing stands."""
     ids = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
-    ids[sequences.places().to(ids.device)] = torch.cat([f["input_ids"] for f in features])
+    ids[to_device(sequences.places(), ids.device)] = torch.cat([f["input_ids"] for f in features])
     return ids.view(sequences.shape)
 
 
@@ -264,4 +277,4 @@ def labelled(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         places: [T], where each token stands.
     """
     counted = labels != IGNORED_LABEL
-    return places.to(labels.device)[counted], labels[counted]
+    return to_device(places, labels.device)[counted], labels[counted]

@@ -1,4 +1,4 @@
-"""Parts of a model of several modalities as pipeline stages (`motet.families.composite`).
+"""Parts of a model of several modalities as pipeline stages (`motet.families.discovery.composite`).
 
 The model's own functions run: of an encoder, `get_image_features` and the like; of the language model, the model's own
 forward with their results given. So tiles, grids, positions, masks of images and further outputs that enter between
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from motet.assignment.sample import Sample
-from motet.families.composite import Composite, FeatureFunction
+from motet.devices import to_device
+from motet.families.discovery.composite import Composite, FeatureFunction
 from motet.models.stages.causal import (
     CausalStage,
     SequenceLayout,
@@ -145,6 +146,9 @@ class CompositeLanguageModelStage(CausalStage):
 
     Takes over `model`: what belongs to other stages and modules loses its weights."""
 
+    features_on_host = False
+    """The model's own functions read them."""
+
     def __init__(
         self, name: str, model: Any, composite: Composite, layers: LayerRange, *, recompute: bool = False
     ) -> None:
@@ -168,8 +172,7 @@ class CompositeLanguageModelStage(CausalStage):
     def forward(self, inputs: StageInput) -> StageOutput:
         features, samples = inputs.features, inputs.samples
         sequences = layout_of(samples, self.name, packed=False)
-        device = features[0]["input_ids"].device
-        mask = present(sequences).to(device)
+        mask = to_device(present(sequences), features[0]["input_ids"].device)
         options: dict[str, Any] = {"attention_mask": mask, **self._options(features, sequences)}
         outputs = self._encoder_outputs(inputs)
         rows, labels = (None, None)
@@ -223,7 +226,7 @@ class CompositeLanguageModelStage(CausalStage):
             if key.endswith(PER_TOKEN):
                 values = torch.cat([own[key] for own in features])
                 whole = values.new_zeros(sequences.shape[0] * sequences.shape[1])
-                whole[sequences.places().to(whole.device)] = values
+                whole[to_device(sequences.places(), whole.device)] = values
                 options[key] = whole.view(sequences.shape)
             else:
                 options |= collate([own for own in features if key in own], (key,))

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.assignment.sample import Sample
 from motet.config.model_section import INITIAL_LOGIT_SCALE
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context_attention import ContextParallel
@@ -364,14 +365,14 @@ def _places_among(samples: Ints, places: Sequence[Ints]) -> list[Ints]:
 
 def _rows_at(rows: Tensor, at: Ints) -> Tensor:
     """`rows[at]`; `at` ascends, and mostly all are meant."""
-    return rows if len(at) == len(rows) else rows.index_select(0, torch.from_numpy(at).to(rows.device))
+    return rows if len(at) == len(rows) else rows.index_select(0, to_device(torch.from_numpy(at), rows.device))
 
 
 def _add_at(total: Tensor, at: Ints, rows: Tensor) -> None:
     if len(at) == len(total):
         total += rows
     else:
-        total.index_add_(0, torch.from_numpy(at).to(total.device), rows)
+        total.index_add_(0, to_device(torch.from_numpy(at), total.device), rows)
 
 
 class RowExchange:
@@ -399,7 +400,7 @@ class RowExchange:
             return own
         whole = own.new_empty((sum(map(len, places)), *own.shape[1:]))
         if len(places[rank]):
-            whole[torch.from_numpy(places[rank])] = own
+            whole[to_device(torch.from_numpy(places[rank]), whole.device)] = own
         for member, at in enumerate(places):
             if member == rank or not len(at):
                 continue
@@ -418,7 +419,7 @@ class RowExchange:
         for work in dist.batch_isend_irecv(self._operations) if self._operations else ():
             work.wait()
         for whole, at, buffer in self._scattered:
-            whole[at.to(whole.device)] = buffer
+            whole[to_device(at, whole.device)] = buffer
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -484,7 +485,7 @@ def _similarity(
     rows = _rows_at(own[side.rows], at)
     columns = _rows_at(whole[side.columns], np.searchsorted(share.samples[side.columns], samples))
     places = np.searchsorted(samples, share.places(side.rows)[at])
-    return Similarity(rows, columns, torch.from_numpy(places).to(rows.device), scale.item(), bias.item())
+    return Similarity(rows, columns, to_device(torch.from_numpy(places), rows.device), scale.item(), bias.item())
 
 
 def _exchange_lse(

@@ -28,9 +28,16 @@ from motet.assignment.sample import Sample, Segment
 from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
-from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
-from motet.families.own_encoders import emptied, encoder_config, own_config
-from motet.families.token_counts import Selection, selection_of
+from motet.families.encoders.encoder_families import (
+    Arrangement,
+    EncoderFamily,
+    Grids,
+    family_of,
+    num_blocks,
+    num_running_blocks,
+)
+from motet.families.encoders.own_encoders import emptied, encoder_config, own_config
+from motet.families.encoders.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import StandIn

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from motet.assignment.sample import Sample, Segment
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, Streams
 from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition
@@ -266,7 +267,7 @@ class GeneratorStage(nn.Module):
         rows = []
         for item, conditions in zip(items, connected, strict=True):
             drawn = (key, self.name, item.sample.id, item.segment.item)
-            is_null = torch.tensor(has_null_condition(*drawn, self.loss.null_condition), device=states.device)
+            is_null = to_device(torch.tensor(has_null_condition(*drawn, self.loss.null_condition)), states.device)
             # The states stay in the graph, with a gradient of zero, so that each image has a backward.
             conditions = torch.where(is_null, self.projector.without_conditions(item.num_conditions), conditions)
             pooled = self.projector.pool(conditions)
@@ -298,7 +299,7 @@ class GeneratorStage(nn.Module):
         keys = [(key, self.name, item.sample.id, item.segment.item) for item in items]
         noise = torch.stack([torch.from_numpy(draw_noise(*own, tuple(clean.shape[1:]))) for own in keys])
         timesteps = torch.tensor([self.loss.timestep(*own) for own in keys], dtype=torch.float32)
-        return Noising(clean, noise.to(clean), timesteps.to(clean.device))
+        return Noising(clean, to_device(noise, clean.device).to(clean), to_device(timesteps, clean.device))
 
     def _enter(self, rows: Tensor, item: Item, noising: "Noising | None") -> Streams:
         """The streams of images of one form. `rows`: [images, rows of each, width]."""

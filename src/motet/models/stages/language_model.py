@@ -1,7 +1,7 @@
 """A run of a language model's layers as a pipeline stage: embed | n blocks | head (docs/architecture.md).
 
-Any causal model of transformers (`motet.families.discovery`). Between stages travels [rows, columns, hidden_size] (see
-`motet.models.stages.causal.SequenceLayout`).
+Any causal model of transformers (`motet.families.discovery.language_model_parts`). Between stages travels [rows,
+columns, hidden_size] (see `motet.models.stages.causal.SequenceLayout`).
 
 Cross-attention (Mllama): every token of a sample sees all encoder outputs of that sample and of no other. A row of
 zeros is put before them: tokens of samples without an image see only it, and its value is zero because the projections
@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from motet.assignment.sample import IGNORED_LABEL, Sample
 from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_members
 from motet.attention.masks.token_layout import Document
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.families.family_features import check_feature
 from motet.families.language_models import cross_attention_layers
@@ -184,8 +185,8 @@ class LanguageModelStage(CausalStage):
         shared = self._context is not None and self._context.size > 1
         if self._router_loss is not None:
             group = self._context.as_group() if self._context is not None and shared else None
-            owners = _sample_of_row(sequences, context, inputs.device)
-            parts.append(self._router_loss.loss(owners, inputs.samples, self.name, group))
+            owners = _sample_of_row(sequences, context)
+            parts.append(self._router_loss.loss(owners, inputs.samples, self.name, group, self.device))
         loss = torch.stack(parts).sum() if len(parts) > 1 else next(iter(parts), None)
         if loss is not None and self._context is not None and shared:
             loss = reduce_from_group(loss, self._context.as_group())
@@ -209,21 +210,21 @@ class LanguageModelStage(CausalStage):
 
     def _sequences(self, inputs: StageInput) -> tuple[SequenceLayout, ContextSequence | None]:
         sequences = layout_of(inputs.samples, self.name, packed=self.packing)
-        return sequences, None if self._context is None else self._share(inputs.samples, inputs.device)
+        return sequences, None if self._context is None else self._share(inputs.samples, self.device)
 
     def _run(
         self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        device = inputs.device
-        positions = sequences.position_ids().to(device)
+        device = self.device
+        positions = sequences.position_ids()
         options: dict[str, Any]
         if context is None:
             mask = sequences.attention_mask()
-            options = {"attention_mask": None if mask is None else mask.to(device)}
+            options = {"attention_mask": None if mask is None else to_device(mask, device)}
             if self.packing:  # Else the model's own, which need not begin at 0 (RoBERTa).
-                options["position_ids"] = positions
+                options["position_ids"] = to_device(positions, device)
         else:
-            options = {"context": context, "position_ids": positions[:, context.tokens]}
+            options = {"context": context, "position_ids": to_device(positions[:, context.host_tokens], device)}
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
         lengths = sequences.length_of_token()
@@ -235,7 +236,8 @@ class LanguageModelStage(CausalStage):
             inputs.hidden,
             enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
             rows=rows,
-            lengths=lengths if context is None else lengths[:, context.tokens.cpu()],
+            lengths=lengths if context is None else lengths[:, context.host_tokens],
+            packed_positions=positions if self.packing and context is None else None,
             options=options,
         )
         assert context is None or context.num_calls - num_calls == len(self.own_blocks)
@@ -245,8 +247,9 @@ class LanguageModelStage(CausalStage):
         if inputs.hidden is not None:
             return torch.zeros(self._rows_and_columns(inputs.samples), dtype=torch.long, device=inputs.hidden.device)
         if context is None:
-            return token_ids(inputs.features, sequences)
-        return torch.cat([f["input_ids"] for f in inputs.features])[context.tokens][None]
+            return to_device(token_ids(inputs.features, sequences), self.device)
+        own = torch.cat([f["input_ids"] for f in inputs.features])[context.host_tokens][None]
+        return to_device(own, self.device)
 
     def _labelled(
         self,
@@ -256,10 +259,12 @@ class LanguageModelStage(CausalStage):
     ) -> tuple[Tensor, Tensor]:
         """Returns the tokens with a label; each token predicts the next of its own sample."""
         labels = labels_of(features)
-        if context is None:
-            return labelled(labels, sequences.places())
-        labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
-        return labelled(labels, torch.arange(len(labels)))
+        places = sequences.places()
+        if context is not None:
+            labels = labels[context.host_tokens].masked_fill(~context.host_held, IGNORED_LABEL)
+            places = torch.arange(len(labels))
+        rows, labels = labelled(labels, places)
+        return to_device(rows, self.device), to_device(labels, self.device)
 
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:
@@ -293,7 +298,7 @@ class LanguageModelStage(CausalStage):
     ) -> Tensor:
         """[sum of T, H]: what the callback makes of every sample's embedded tokens and encoder outputs."""
         assert self._preprocess is not None
-        own = embedded.flatten(0, 1)[sequences.places().to(embedded.device)].split(sequences.lengths)
+        own = embedded.flatten(0, 1)[to_device(sequences.places(), embedded.device)].split(sequences.lengths)
         outputs = {
             source: tokens.split([sample.num_outputs(source) for sample in samples])
             for source, tokens in incoming.items()
@@ -301,7 +306,7 @@ class LanguageModelStage(CausalStage):
         merged = []
         for i, (sample, tokens) in enumerate(zip(samples, own, strict=True)):
             encoder_outputs = {source: parts[i] for source, parts in outputs.items() if sample.has(source)}
-            inputs = {"input_ids": features[i]["input_ids"], "inputs_embeds": tokens}
+            inputs = {"input_ids": to_device(features[i]["input_ids"], self.device), "inputs_embeds": tokens}
             merged.append(self._preprocess(encoder_outputs, inputs)["inputs_embeds"])
             if merged[-1].shape != tokens.shape:
                 raise UserError(
@@ -317,10 +322,10 @@ class LanguageModelStage(CausalStage):
         sources = [source for source in incoming if not self._is_merged(source, samples)]
         if not sources:
             return {}
-        owners = torch.cat([_owners(samples, source) for source in sources]).to(device)
+        owners = to_device(torch.cat([_owners(samples, source) for source in sources]), device)
         dtype = next(self.parameters()).dtype
         tokens = torch.cat([incoming[source] for source in sources]).to(dtype)
-        owner_of_row = sequences.sample_of_token().to(device)
+        owner_of_row = to_device(sequences.sample_of_token(), device)
         states = torch.cat([tokens.new_zeros(1, tokens.shape[1]), tokens])[None].expand(sequences.shape[0], -1, -1)
         sees = owner_of_row[:, :, None] == owners[None, None, :]
         has_image = sees.any(-1, keepdim=True)
@@ -337,10 +342,10 @@ class LanguageModelStage(CausalStage):
         return any(segment.source == source for sample in samples for segment in sample.layouts[self.name])
 
 
-def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None, device: torch.device) -> Tensor:
-    """[rows * columns] of this rank: which sample of the microbatch stands there; -1 where none does."""
-    samples = sequences.sample_of_token().flatten().to(device)
-    return samples if context is None else samples[context.tokens].masked_fill(~context.held, -1)
+def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+    """[rows * columns] of this rank, on the host: which sample of the microbatch stands there; -1 where none does."""
+    samples = sequences.sample_of_token().flatten()
+    return samples if context is None else samples[context.host_tokens].masked_fill(~context.host_held, -1)
 
 
 def _owners(samples: Sequence[Sample], source: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softmax
 
 from motet.assignment.sample import Sample
+from motet.devices import to_device
 from motet.errors import UserError
 from motet.parallel.tensor_collectives import TensorParallel, all_reduce
 
@@ -65,23 +66,30 @@ class RouterLoss:
         finally:
             self._recorded, self._logits = self._logits, None
 
-    def loss(self, sample_of_row: Tensor, samples: Sequence[Sample], name: str, group: TensorParallel | None) -> Tensor:
+    def loss(
+        self,
+        sample_of_row: Tensor,
+        samples: Sequence[Sample],
+        name: str,
+        group: TensorParallel | None,
+        device: torch.device,
+    ) -> Tensor:
         """Returns the loss of what was recorded: the sum over samples, each times its loss tokens; this rank's summand
         where `group` shares the tokens.
 
         Args:
-            sample_of_row: of each row of the routers' logits; -1 where no token stands, or another rank's.
+            sample_of_row: on the host, of each row of the routers' logits; -1 where no token stands, or another rank's.
             name: the module, in the samples' numbers of loss tokens.
         """
-        held = sample_of_row >= 0
-        total = torch.zeros((), device=sample_of_row.device)
+        total = torch.zeros((), device=device)
         if not self._recorded:
             return total
-        owner = sample_of_row[held]
-        lengths = torch.bincount(owner, minlength=len(samples))
+        (held,) = torch.nonzero(sample_of_row >= 0, as_tuple=True)
+        lengths = to_device(torch.bincount(sample_of_row[held], minlength=len(samples)), device)
+        owner, held = to_device(sample_of_row[held], device), to_device(held, device)
         counts, sums = [], []
         for logits in self._recorded:
-            chances = softmax(logits.flatten(0, -2)[held].float(), dim=-1)
+            chances = softmax(logits.flatten(0, -2).index_select(0, held).float(), dim=-1)
             chosen = torch.zeros_like(chances).scatter_(1, chances.topk(self._num_chosen, dim=-1).indices, 1.0)
             zeros = chances.new_zeros(len(samples), chances.shape[-1])
             counts.append(zeros.index_add(0, owner, chosen.detach()))
@@ -92,4 +100,4 @@ class RouterLoss:
         tokens = lengths.clamp(min=1).to(chosen.dtype)
         of_sample = (chosen * probabilities).sum(dim=(0, 2)) / tokens.square() * chosen.shape[-1] / self._num_mixtures
         weights = [sample.num_loss_tokens.get(name, 0) * self._weight for sample in samples]
-        return total + (of_sample * torch.tensor(weights, dtype=of_sample.dtype, device=of_sample.device)).sum()
+        return total + (of_sample * to_device(torch.tensor(weights, dtype=of_sample.dtype), of_sample.device)).sum()

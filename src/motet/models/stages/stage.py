@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
@@ -29,7 +28,8 @@ class StageInput:
     samples: Sequence[Sample]
     """The microbatch's samples, in order."""
     features: Sequence[Mapping[str, Tensor]] = ()
-    """The raw features of each sample; empty dicts where the stage does not need them."""
+    """The raw features of each sample, on the stage's device, or on the host if it says `features_on_host`; empty dicts
+    where the stage does not need them."""
     hidden: Tensor | None = None
     """The output of the module's previous stage; None on the first stage."""
     incoming: Mapping[str, Tensor] = field(default_factory=dict)
@@ -40,11 +40,6 @@ class StageInput:
     """Seed and step, on which noise and time steps of generators depend; None: evaluation (`motet.models.draws`)."""
     shares: Shares | None = None
     """For a contrastive loss: which rank holds which rows of the contrastive batch."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input tensors of a language model or caption decoder."""
-        return self.features[0]["input_ids"].device if self.hidden is None else self.hidden.device
 
 
 class StageOutput(NamedTuple):

@@ -22,8 +22,8 @@ from typing import Any
 
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
-from motet.families.composite import read_composite_config
 from motet.families.configured_graph import read_graph
+from motet.families.discovery.composite import read_composite_config
 from motet.models.from_run_file import KIND_OF, media_attention_of
 from motet.models.materialize import read_part_config
 from motet.plan import LANGUAGE_MODEL

@@ -58,6 +58,8 @@ class MasterAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
             )
             for parameter, master in zip(members, masters, strict=True):
                 if master is not parameter:

@@ -10,7 +10,7 @@ are not decayed. A parameter without gradient, which no sample of a batch reache
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -114,19 +114,27 @@ class Optimizer:
         return self._schedule.factor(finished_steps)
 
     @torch.no_grad()
-    def step(self, finished_steps: int) -> None:
-        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank."""
+    def step(self, finished_steps: int, is_finite: Tensor | None = None) -> None:
+        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank.
+
+        `is_finite`: a tensor on their device; where it is false nothing changes, and the host need not know."""
         self._is_current = self._exchange is None
         factor = self.factor(finished_steps)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_learning_rate"] * factor
+            if is_finite is not None:
+                assert not self._config.is_exact, "torch's foreach implementation always steps"
+                # torch's own way to leave out a step, which its gradient scaler uses.
+                inner: Any = _inner(optimizer)
+                flag = torch.zeros((), dtype=torch.float32, device=is_finite.device)
+                inner.grad_scale, inner.found_inf = None, flag.masked_fill(~is_finite, 1.0)
             self._begin_averages(optimizer)
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
         self._has_states = True
-        self._renew_averages(finished_steps)
+        self._renew_averages(finished_steps, is_finite)
         self.renew_copies()
 
     def _begin_averages(self, optimizer: torch.optim.Optimizer) -> None:
@@ -138,11 +146,15 @@ class Optimizer:
             if parameter in self._decays and AVERAGE not in state:
                 state[AVERAGE] = state.get(MASTER, parameter).detach().clone()
 
-    def _renew_averages(self, finished_steps: int) -> None:
+    def _renew_averages(self, finished_steps: int, is_finite: Tensor | None) -> None:
         for parameter, state in self.states().items() if self._decays else ():
             if AVERAGE in state:
-                decay = min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
-                state[AVERAGE].lerp_(state.get(MASTER, parameter).detach(), 1 - decay)
+                weight = 1 - min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
+                target = state.get(MASTER, parameter).detach()
+                if is_finite is None:
+                    state[AVERAGE].lerp_(target, weight)
+                else:
+                    state[AVERAGE].lerp_(target, is_finite.to(target.dtype) * weight)
 
     def exchange(self) -> None:
         """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from motet.config import TrainConfig
 from motet.data.loader import LoadedBatch, Loader
+from motet.devices import has_own_memory
 from motet.errors import UserError
 from motet.models.stages.stage import Batch
 from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
@@ -86,6 +88,17 @@ class TrainingSummary:
     """The loader's state after the last finished step."""
     last: IterationResult | None = None
     """Result of the last finished step."""
+
+    def keep_record(self, before: "TrainingSummary") -> None:
+        """Takes over the results of the finished steps of `before`, of the same run, that are not repeated."""
+        num_kept = max(0, len(before.losses) - (before.steps - self.steps))
+        self.losses = before.losses[:num_kept] + self.losses
+        self.step_s = before.step_s[:num_kept] + self.step_s
+        self.iteration_s = before.iteration_s[:num_kept] + self.iteration_s
+        self.evaluations = {
+            step: loss for step, loss in before.evaluations.items() if step <= self.steps
+        } | self.evaluations
+        self.skipped_steps = [step for step in before.skipped_steps if step <= self.steps] + self.skipped_steps
 
 
 def settled_median(seconds: Sequence[float]) -> float:
@@ -247,7 +260,10 @@ class Trainer:
         """One update, unless numbers are not finite."""
         engine = self.engine
         engine.model.zero_gradients()
-        result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
+        if has_own_memory(engine.device):
+            result = self._run_ahead(batch)
+        else:
+            result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
         if not _is_finite(result):
             self._report_non_finite(batch, result)
         self.is_paused = result.pause
@@ -257,20 +273,31 @@ class Trainer:
                 self.optimizer.exchange()
         return result
 
+    def _run_ahead(self, batch: Batch) -> IterationResult:
+        """An iteration and its update, which the device has to do before the host waits for the loss."""
+        with self.engine.executor.deadline.guarded():
+            started = self.engine.start(batch, seed=(self.settings.seed, self.finished_steps))
+            self._optimize(started.gradient_norm, started.is_finite)
+            return started.read()
+
+    def _optimize(self, gradient_norm: float | Tensor, is_finite: Tensor | None = None) -> None:
+        """`is_finite`: on the device; where it is false nothing changes."""
+        executor = self.engine.executor
+        with executor.doing("the optimizer's step"), executor.measured("optimizer", "optimizer"):
+            if self.settings.clip_grad_norm:
+                self.engine.model.clip_gradients(gradient_norm, self.settings.clip_grad_norm)
+            self.optimizer.step(self.finished_steps, is_finite)
+            self.engine.model.after_update()
+
     def update(self, result: IterationResult, data: dict[str, Any]) -> None:
         """Finishes a step whose gradients are complete, but for the exchange of what other ranks update; no other rank
         is needed. `data`: the loader's state after it.
 
         Under torch's ZeRO-1 it is collective."""
-        engine, finished_steps = self.engine, self.finished_steps
-        if _is_finite(result):
-            with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
-                if self.settings.clip_grad_norm:
-                    engine.model.clip_gradients(result.gradient_norm, self.settings.clip_grad_norm)
-                self.optimizer.step(finished_steps)
-                engine.model.after_update()
-        else:
-            self.summary.skipped_steps.append(finished_steps + 1)
+        if not _is_finite(result):
+            self.summary.skipped_steps.append(self.finished_steps + 1)
+        elif not has_own_memory(self.engine.device):
+            self._optimize(result.gradient_norm)
         self.summary.losses.append(result.loss)
         self.summary.last, self.summary.data = result, data
         self.summary.steps += 1

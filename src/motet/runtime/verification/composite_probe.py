@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
 from motet.families.capabilities import Capabilities, digest_of, read_capabilities, write_capabilities
-from motet.families.composite import Composite, FeatureFunction, composite_class_of, find_parts
-from motet.families.composite_shapes import composite_workload
+from motet.families.discovery.composite import Composite, FeatureFunction, composite_class_of, find_parts
+from motet.families.shape_reading.composite_shapes import composite_workload
 from motet.families.tiny import perturb, tiny_config
 from motet.families.tiny_media import tiny_medium
 from motet.models.composite import CompositeNode

@@ -1,7 +1,7 @@
 """Refuses a training whose plan needs what its model's family has not been shown to do, before processes start."""
 
 from motet.config import RunConfig
-from motet.families.composite import read_composite_config
+from motet.families.discovery.composite import read_composite_config
 from motet.models.materialize import read_part_config
 from motet.plan import DEFAULT_ASSIGNMENT, LANGUAGE_MODEL, Plan
 from motet.runtime.verification.composite_probe import composite_capabilities

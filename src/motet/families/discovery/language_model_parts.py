@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from motet.errors import UserError
+from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_model
 from motet.families.language_models import exceptional_families
-from motet.families.meta_run import copy_on_meta, prepare_run, run_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from motet.shapes.module_shape import ModuleWorkload
 from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest, cards_folder, read_card, write_card
 from motet.strict_parsing import parse_strictly
 
-WALKER = "motet.families.shape_walker"
+WALKER = "motet.families.shape_reading.shape_walker"
 _known: dict[str, ModuleWorkload | str] = {}
 """By digest of the request: the shape, or why there is none."""
 
@@ -64,7 +64,7 @@ def make_shapes(requests: Iterable[ShapeRequest]) -> None:
 
 
 def _walk_here(requests: Iterable[ShapeRequest]) -> list[ShapeCard | str]:
-    from motet.families.shape_walker import walk
+    from motet.families.shape_reading.shape_walker import walk
 
     made: list[ShapeCard | str] = []
     for request in requests:

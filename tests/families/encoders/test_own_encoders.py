@@ -23,7 +23,7 @@ from motet.config import RunConfig
 from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
 from motet.data.run_file import open_data
 from motet.errors import UserError
-from motet.families import own_encoders
+from motet.families.encoders import own_encoders
 from motet.families.entry_points import loaded
 from motet.models.hub.export import export_module, load_export
 from motet.models.materialize import float64_throughout

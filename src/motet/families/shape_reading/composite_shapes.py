@@ -9,7 +9,7 @@ from torch import nn
 
 from motet.config import PartConfig
 from motet.families.classes import model_on_meta
-from motet.families.composite import (
+from motet.families.discovery.composite import (
     Composite,
     composite_class_of,
     find_parts,

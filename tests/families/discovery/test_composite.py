@@ -4,7 +4,7 @@ from tiny_composites import COMPOSITES, tiny_composite_config, tiny_tokenizer
 from transformers import AutoModelForMultimodalLM, LlamaConfig, LlamaForCausalLM
 
 from motet.errors import UserError
-from motet.families.composite import find_parts
+from motet.families.discovery.composite import find_parts
 from motet.models.hub.llava import from_llava
 
 PROJECTORS = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from motet.errors import UserError
-from motet.families.discovery import causal_paths
-from motet.families.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
+from motet.families.discovery.language_model_parts import causal_paths
+from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
 
 Path = tuple[Any, ...]
 """Path of a tensor in a block's arguments: the position or name of the argument, then keys and positions in it."""

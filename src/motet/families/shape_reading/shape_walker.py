@@ -4,7 +4,8 @@ Parameters are those of the model. Products with weights are its linears (expert
 order in which they are computed. An attention is what goes through transformers' attention interface; other products of
 activations with activations are an attention too, whose cost follows from two lengths of the sequence.
 
-`python -m motet.families.shape_walker` reads requests from stdin and prints cards, for processes without torch.
+`python -m motet.families.shape_reading.shape_walker` reads requests from stdin and prints cards, for processes without
+torch.
 """
 
 import copy
@@ -28,10 +29,10 @@ from transformers.pytorch_utils import Conv1D
 from motet.errors import UserError
 from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, default_dtype, model_class_of
 from motet.families.config_values import check_values
-from motet.families.discovery import CausalPaths, causal_paths
-from motet.families.encoders import ENCODER_FAMILIES, Arrangement
+from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
+from motet.families.encoders.encoder_families import ENCODER_FAMILIES, Arrangement
 from motet.families.language_models import exceptional_families
-from motet.families.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
+from motet.families.shape_reading.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
 from motet.parallel.tensor_cuts import TensorCuts, tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part
 from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.llama import LlamaConfig
 
 from motet.errors import UserError
-from motet.families.discovery import CausalPaths, causal_paths
+from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 32}
 BART = {"decoder_layers": 2, "d_model": 16, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "vocab_size": 32}

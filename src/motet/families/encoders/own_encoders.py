@@ -12,8 +12,8 @@ A run file names the module or a function that makes it (`module: mypackage.enco
 imported, nothing else is executed. An installed package may also have an entry point in the group `motet.encoders`: it
 is imported before a module is looked up, and a run file may name it alone (`module: pointnet`).
 
-Where its blocks form a list that its forward runs through (`motet.families.own_blocks`), it can be cut into stages;
-otherwise it is one stage, and its projector another. Limits: no tensor or context parallelism; the items of one
+Where its blocks form a list that its forward runs through (`motet.families.encoders.own_blocks`), it can be cut into
+stages; otherwise it is one stage, and its projector another. Limits: no tensor or context parallelism; the items of one
 sample have one shape; batch norms have to be frozen, because they mix the samples of a microbatch.
 """
 
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from motet.errors import UserError
+from motet.families.encoders.own_blocks import OwnBlocks, find_own_blocks
+from motet.families.encoders.token_counts import TokenCounts, register_counter
 from motet.families.entry_points import loaded
-from motet.families.own_blocks import OwnBlocks, find_own_blocks
-from motet.families.shape_trace import Product, trace
-from motet.families.token_counts import TokenCounts, register_counter
+from motet.families.shape_reading.shape_trace import Product, trace
 from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, Part
 
 GROUP = "motet.encoders"

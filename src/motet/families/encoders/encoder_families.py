@@ -4,9 +4,9 @@ An entry names the sub-modules of the transformers model (embedding parts, block
 functions that call them in order; the modules themselves run unmodified. What blocks need beside their input (rotary
 positions, masks, windows) is derived from the items' grids, on every stage anew, and never sent.
 
-`grids` is always one grid for each image, video or clip of the microbatch, in order (`motet.families.token_counts` says
-what a grid is). Between stages hidden states are [sum of num_tokens, hidden_size]; inside a family they have the shape
-that its blocks expect, see `Arrangement`.
+`grids` is always one grid for each image, video or clip of the microbatch, in order
+(`motet.families.encoders.token_counts` says what a grid is). Between stages hidden states are [sum of num_tokens,
+hidden_size]; inside a family they have the shape that its blocks expect, see `Arrangement`.
 
 Limits: `encoder_layerdrop` must be 0 (a dropped block would be a block without gradient), and Pixtral does not run with
 flash attention.
@@ -28,7 +28,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.own_encoders import (
+from motet.families.encoders.own_encoders import (
     OwnConfig,
     adopt,
     check_norms,
@@ -37,6 +37,7 @@ from motet.families.own_encoders import (
     run_before_blocks,
     run_behind_blocks,
 )
+from motet.families.known_masks import masks_known
 from motet.shapes.module_shape import WITHOUT_INNER_FEATURES
 
 Grids = Sequence[tuple[int, ...]]
@@ -200,34 +201,35 @@ def _attended_tokens(hidden: Tensor, grids: Grids) -> Tensor | None:
         return None
     num_tokens = hidden.shape[1]
     first, end = (
-        torch.tensor([grid[k] if len(grid) > 2 else whole for grid in grids], device=hidden.device)[:, None]
+        torch.tensor([grid[k] if len(grid) > 2 else whole for grid in grids])[:, None]
         for k, whole in ((2, 0), (3, num_tokens))
     )
-    place = torch.arange(num_tokens, device=hidden.device)
-    return ((first <= place) & (place < end)).long()
+    place = torch.arange(num_tokens)
+    attended = (first <= place) & (place < end)
+    return None if attended.all() else to_device(attended.long(), hidden.device)
 
 
 def _causal(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
-    mask = create_causal_mask(
-        config=model.config,
-        inputs_embeds=hidden,
-        attention_mask=_attended_tokens(hidden, grids),
-        past_key_values=None,
-    )
+    attended = _attended_tokens(hidden, grids)
+    with masks_known():
+        mask = create_causal_mask(
+            config=model.config, inputs_embeds=hidden, attention_mask=attended, past_key_values=None
+        )
     return lambda index: {"attention_mask": mask, "is_causal": True}
 
 
 def _mask_of_text(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     attended = _attended_tokens(hidden, grids)
-    mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
+    with masks_known():
+        mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
     return lambda index: {"attention_mask": mask}
 
 
 def _pool_at_end_of_text(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
     """The grid says where a text ends: (tokens, place of the end-of-text token); without a place, at its last token."""
     last = hidden.shape[1] - 1
-    places = torch.tensor([grid[1] if len(grid) > 1 else last for grid in grids], device=hidden.device)
-    return hidden[torch.arange(len(hidden), device=hidden.device), places]
+    places = torch.tensor([grid[1] if len(grid) > 1 else last for grid in grids])
+    return hidden[torch.arange(len(hidden), device=hidden.device), to_device(places, hidden.device)]
 
 
 # Whisper and Qwen2-Audio ----------------------------------------------------------------------------------------------
@@ -243,12 +245,19 @@ def _embed_mel(model: Any, mel: Tensor) -> Tensor:
     return functional.dropout(hidden, p=model.dropout, training=model.training)
 
 
+def _valid_frames(hidden: Tensor, grids: Grids) -> tuple[Tensor, Tensor]:
+    """On the host: each clip's number of frames that are no padding, and [clips, frames] which are none."""
+    num_tokens = hidden.shape[1]
+    valid = torch.tensor([(grid[0] + 1) // 2 if grid else num_tokens for grid in grids])
+    return valid, torch.arange(num_tokens) < valid[:, None]
+
+
 def _mask_padding(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     """Nobody attends to padding; a clip without a grid has none."""
-    num_tokens = hidden.shape[1]
-    valid = torch.tensor([(grid[0] + 1) // 2 if grid else num_tokens for grid in grids], device=hidden.device)
-    is_valid = torch.arange(num_tokens, device=hidden.device) < valid[:, None]
-    mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=is_valid.long())
+    _, is_valid = _valid_frames(hidden, grids)
+    attended = None if is_valid.all() else to_device(is_valid.long(), hidden.device)
+    with masks_known():
+        mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
     return lambda index: {"attention_mask": mask}
 
 
@@ -257,9 +266,7 @@ def _pool(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
 
 
 def _mean_of_valid_frames(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
-    num_tokens = hidden.shape[1]
-    valid = torch.tensor([(grid[0] + 1) // 2 if grid else num_tokens for grid in grids], device=hidden.device)
-    is_valid = torch.arange(num_tokens, device=hidden.device) < valid[:, None]
+    valid, is_valid = (to_device(own, hidden.device) for own in _valid_frames(hidden, grids))
     return (hidden * is_valid[..., None]).sum(1) / valid[:, None]
 
 
@@ -276,7 +283,7 @@ def _embed_cropped(model: Any, features: Sequence[Tensor], grids: Grids) -> Tens
 
 def _rotary_and_block_mask(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     positions = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for rows, columns in grids]
-    rotary = model.patch_positional_embedding(hidden, torch.cat(positions).to(hidden.device))
+    rotary = model.patch_positional_embedding(hidden, to_device(torch.cat(positions), hidden.device))
     mask = generate_block_attention_mask([rows * columns for rows, columns in grids], hidden)
     return lambda index: {"attention_mask": mask, "position_embeddings": rotary}
 

@@ -13,7 +13,7 @@ from transformers import (
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 from motet.assignment.sample import Segment
-from motet.families.token_counts import encoder_segment, grid_of, selection_of, token_counts
+from motet.families.encoders.token_counts import encoder_segment, grid_of, selection_of, token_counts
 
 WHISPER = WhisperConfig(max_source_positions=50)
 QWEN2_AUDIO = Qwen2AudioEncoderConfig(max_source_positions=50)
@@ -97,5 +97,5 @@ def test_missing_size_and_misfit_are_named():
 
 
 def test_imports_no_torch():
-    code = "import sys, motet.families.token_counts; sys.exit('torch' in sys.modules)"
+    code = "import sys, motet.families.encoders.token_counts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,7 +20,7 @@ from motet.config import PartConfig
 from motet.errors import UserError
 from motet.families.classes import config_class_named
 from motet.families.config_values import check_values
-from motet.families.discovery import CausalPaths, causal_paths
+from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 from motet.families.hf_config import stored_folder
 from motet.families.language_models import is_tied
 from motet.plan import LANGUAGE_MODEL

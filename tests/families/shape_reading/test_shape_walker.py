@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import Load
 from motet.errors import UserError
-from motet.families import module_shapes
-from motet.families.module_shapes import make_shapes, module_workload, shape_of
+from motet.families.shape_reading import module_shapes
+from motet.families.shape_reading.module_shapes import make_shapes, module_workload, shape_of
 from motet.shapes.module_shape import Attention, LayerShape, Linear
 from motet.shapes.shape_card import ShapeRequest, cards_folder, read_card
 

@@ -1,0 +1,1 @@
+"""The parts of models of transformers, found in their modules."""

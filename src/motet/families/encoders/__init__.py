@@ -1,0 +1,1 @@
+"""Encoder families, encoders of the user's own, and the tokens that encoders make."""

@@ -1,0 +1,57 @@
+"""Answers what transformers asks of masks and positions from what the host knows already.
+
+transformers makes masks on the device and looks at their values to see whether they are needed: the host would wait for
+the device. Where a mask is handed over here it is needed, and which samples share a row is known from their lengths.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import masking_utils
+
+from motet.devices import to_device
+
+_is_tracing: Any = masking_utils.is_tracing
+_find_packed: Any = masking_utils.find_packed_sequence_indices
+
+
+class _Known(threading.local):
+    is_given = False
+    packed: Tensor | None = None
+
+
+_known = _Known()
+
+
+@contextmanager
+def masks_known(positions: Tensor | None = None) -> Iterator[None]:
+    """Around a forward, or the making of masks, in which every 2-D mask hides something.
+
+    `positions`: [rows, columns] on the host, those of packed samples; None: a row holds one sample."""
+    before = _known.is_given, _known.packed
+    _known.is_given = False  # On the host transformers may look.
+    _known.packed = None if positions is None else _find_packed(positions)
+    _known.is_given = True
+    try:
+        yield
+    finally:
+        _known.is_given, _known.packed = before
+
+
+def _reads_no_values(tensor: Any = None) -> bool:
+    return _known.is_given or bool(_is_tracing(tensor))
+
+
+def _packed_samples(position_ids: Tensor) -> Tensor | None:
+    if not _known.is_given:
+        found: Tensor | None = _find_packed(position_ids)
+        return found
+    return None if _known.packed is None else to_device(_known.packed, position_ids.device)
+
+
+# The module's functions find each other by these names.
+masking_utils.is_tracing = _reads_no_values
+masking_utils.find_packed_sequence_indices = _packed_samples

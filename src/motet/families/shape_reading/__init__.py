@@ -1,0 +1,1 @@
+"""Shapes of modules, read from models on the meta device or from shape cards."""
