@@ -21,7 +21,9 @@ from motet.parallel.split_backward import make_splittable
 
 OPTIONS = {
     "float32": MemoryOptions(),
-    "bfloat16": MemoryOptions(parameter_bytes=2, activation_bytes=2, gradient_bytes=4, optimizer_bytes=12, saves_less=True),
+    "bfloat16": MemoryOptions(
+        parameter_bytes=2, activation_bytes=2, gradient_bytes=4, optimizer_bytes=12, saves_less=True
+    ),
 }
 
 

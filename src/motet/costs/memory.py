@@ -7,8 +7,8 @@ each logit. With recomputation a block saves its input only. With sequence paral
 what norms save, but not the inputs of linears, which each rank gathers.
 
 In bfloat16, parameters and activations have 2 bytes, gradients 4, and the optimizer's state includes a float32 master
-(`motet.runtime.training.master_weights`). Root-mean-square norms compute in float32, but neither that nor the outputs of
-activation functions are kept (`motet.parallel.saved_tensors`).
+(`motet.runtime.training.master_weights`). Root-mean-square norms compute in float32, but neither that nor the outputs
+of activation functions are kept (`motet.parallel.saved_tensors`).
 
 Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them. Nor
 are masks, the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the

@@ -1,7 +1,7 @@
 """Less memory for what autograd saves of stages in half precision, without another result.
 
-transformers' norms compute in float32 and save their input so; a gated MLP saves its activation function's output beside
-the input. In the context of `save_less`
+transformers' norms compute in float32 and save their input so; a gated MLP saves its activation function's output
+beside the input. In the context of `save_less`
 
 * a float32 copy of a tensor in half precision is saved in half precision, from which it comes back to the bit;
 * float32 products, copies of them in half precision, and results of activation functions are not saved. The backward
