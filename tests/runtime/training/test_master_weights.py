@@ -83,6 +83,20 @@ def test_checkpoints_hold_masters(tmp_path: Path) -> None:
     assert any(not torch.equal(t, t.bfloat16().float()) for name, t in left.items() if name.startswith("model/"))
 
 
+def test_float32_checkpoints_go_on_in_bfloat16(tmp_path: Path) -> None:
+    """As those of 0.1.0 under autocast do: what they hold is what masters and moments begin with."""
+    wide = run_config(tmp_path, DP2, train__steps=2, train__checkpoint_every=2)
+    train(wide)
+    before = stored_tensors(tmp_path / "checkpoints" / "step_00000002")
+    resumed = {"steps": 3, "resume": "latest", "dtype": "bfloat16", "learning_rate": 1e-12, "weight_decay": 0.0}
+    (found,) = train(wide.model_copy(update={"train": wide.train.model_copy(update=resumed)}))
+    after = stored_tensors(Path(found["checkpoint"]))
+    names = [name for name in before if name.startswith("model/")]
+    assert any(not torch.equal(before[name], before[name].bfloat16().float()) for name in names)
+    for name in names:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-6, atol=1e-8)
+
+
 LLAMA = {
     "vocab_size": 128,
     "hidden_size": 128,
