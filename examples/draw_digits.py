@@ -120,13 +120,13 @@ def read(folder: Path, num_images: int = 100, guidance: float = 2.0) -> float:
     return float((judge.predict(sheet.reshape(-1, 64)) == wanted).mean())
 
 
-def drawer(export: Path):
-    """The function `draw_image` of the exported README: plain transformers, diffusers and torch."""
+def drawer(export: Path, generator: str = "image"):
+    """The function `draw_<generator>` of the exported README: plain transformers, diffusers and torch."""
     text = (export / "README.md").read_text()
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(re.sub(r'(from_pretrained|load_file)\("', rf'\1("{export}/', code), names)
-    return names["draw_image"]
+    return names[f"draw_{generator}"]
 
 
 if __name__ == "__main__":

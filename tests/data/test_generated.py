@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from diffusers import AutoencoderKL
 from generator_run import SD3, generator_config, generator_run
 from PIL import Image
 
@@ -128,3 +130,30 @@ def test_sounds_are_laid_out_by_their_length(tmp_path: Path) -> None:
     assert data.features(3, "voice")["latents"].shape == (2 * 8 * 12,)
     queries = [segment for segment in sample.layouts["language_model"] if segment.target]
     assert [(segment.target, segment.item) for segment in queries] == [("voice", 0), ("image", 0), ("voice", 1)]
+
+
+def test_latents_are_those_of_the_autoencoder_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    config = generator_config(tmp_path, latents=True)
+    data = open_data(config).train
+    assert data.sample(1).layouts["image"] == (Segment(6, item=0, grid=(2, 3)),)  # 8 x 12 pixels: latents of 4 x 6.
+    features = data.features(1, "image")
+    pixels = np.asarray(Image.open(tmp_path / "generate_1_0.png"), dtype=np.float32) / 127.5 - 1
+    model = AutoencoderKL.from_pretrained(tmp_path / "autoencoder")
+    with torch.no_grad():
+        found = model.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None]).latent_dist
+    torch.testing.assert_close(features["latents"], ((found.mean - 0.1) * 0.7).flatten())
+    torch.testing.assert_close(features["deviations"], (found.std * 0.7).flatten())
+    (kept,) = (tmp_path / "cache" / "latents").iterdir()
+    np.save(kept, np.zeros((2, 2, 4, 6), np.float32))
+    assert not open_data(config).train.features(1, "image")["latents"].any()
+
+
+def test_channels_and_sizes_are_those_of_the_autoencoder(tmp_path: Path) -> None:
+    run = generator_run(tmp_path, latents=True)
+    Image.new("RGB", (10, 8)).save(tmp_path / "generate_0_0.png")
+    with pytest.raises(UserError, match="an image has 8 x 10 pixels; give multiples of 4, the side of a patch of lat"):
+        open_data(RunConfig.model_validate_json(json.dumps(run))).train.sample(0)
+    run["model"]["generators"]["image"]["values"] |= {"in_channels": 3, "out_channels": 3}
+    with pytest.raises(UserError, match=r"in_channels: is 3, but the autoencoder has 2 latent channels; give 2"):
+        open_data(RunConfig.model_validate_json(json.dumps(run)))

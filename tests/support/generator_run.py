@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import soundfile
+import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import SiglipImageProcessor, WhisperFeatureExtractor
 
@@ -174,6 +176,7 @@ def generator_run(
     kinds: Sequence[tuple[str, str]] = KINDS,
     held_out: bool = False,
     sounds: bool = False,
+    latents: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
@@ -182,8 +185,12 @@ def generator_run(
         frozen: by module, its `train` section.
         kinds: of the samples.
         sounds: whether an encoder of sounds and a generator of sounds are there too.
+        latents: whether images are learned as latents of an autoencoder.
         options: of the generator.
     """
+    if latents:
+        options["autoencoder"] = write_autoencoder(folder)
+        generator = {**generator, "values": {**generator["values"], "in_channels": 2, "out_channels": 2}}
     if not (folder / "data.jsonl").exists():
         write_drawings(folder, kinds=SOUNDING if sounds else kinds)
     frozen = frozen or {}
@@ -216,6 +223,26 @@ def generator_run(
         "parallel": {"planner": "explicit", "num_microbatches": 2, "explicit": layout, **(parallel or {})},
         "train": {"global_batch_size": 8, "dtype": "float64", "steps": 2, **(train or {})},
     }
+
+
+def write_autoencoder(folder: Path) -> dict[str, str]:
+    """A tiny AutoencoderKL of random weights, whose latents have half of an image's height and width."""
+    torch.manual_seed(0)
+    model = AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=2,
+        norm_num_groups=4,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+        mid_block_add_attention=False,
+    )
+    model.save_pretrained(folder / "autoencoder")
+    return {"path": str(folder / "autoencoder")}
 
 
 def generator_config(folder: Path, *args: Any, **options: Any) -> RunConfig:

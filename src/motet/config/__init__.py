@@ -13,6 +13,7 @@ from motet.config.data_section import (
     VideoConfig,
 )
 from motet.config.model_section import (
+    AutoencoderConfig,
     CompositePartConfig,
     ContrastiveConfig,
     DecoderConfig,
@@ -38,6 +39,7 @@ from motet.config.run_file import (
 
 __all__ = [
     "USUAL_LIMITS",
+    "AutoencoderConfig",
     "CatalogueConfig",
     "ClusterConfig",
     "CompositePartConfig",

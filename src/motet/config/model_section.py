@@ -131,6 +131,21 @@ class SpectrogramConfig(Section):
     """Mel bands, from 0 Hz to half of the sampling rate; a multiple of the generator's patch."""
 
 
+class AutoencoderConfig(Section):
+    """A stored AutoencoderKL of diffusers, which is frozen."""
+
+    hub: str | None = None
+    """Id of a model on the hub."""
+    path: str | None = None
+    """Local folder with config.json and safetensors."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "AutoencoderConfig":
+        if (self.hub is None) == (self.path is None):
+            raise ValueError("give one of hub and path")
+        return self
+
+
 class GeneratorConfig(PartConfig):
     """A diffusion model that generates images, or sounds as spectrograms, from the language model's hidden states
     (docs/generators.md); `config` names a class of diffusers, for random weights. SD3Transformer2DModel,
@@ -142,6 +157,9 @@ class GeneratorConfig(PartConfig):
     states up to the placeholder do, in samples with one image."""
     spectrogram: SpectrogramConfig | None = None
     """Given (`{}`: as by default), it makes sounds, which records name under `generate_audio`; null: images."""
+    autoencoder: AutoencoderConfig | None = None
+    """Given, images are learned as latents of this autoencoder, which are made where samples are prepared, and kept in
+    `~/.cache/motet` (`MOTET_CACHE`); null: as pixels."""
     projector: Literal["linear", "mlp"] = "mlp"
     """The connector: layers, behind a norm, that map the language model's width to that of the generator's
     conditions."""
@@ -169,6 +187,8 @@ class GeneratorConfig(PartConfig):
     def _has_no_adapters(self) -> "GeneratorConfig":
         if self.train.lora is not None:
             raise ValueError("train.lora: is not supported for generators; leave it out")
+        if self.autoencoder is not None and self.spectrogram is not None:
+            raise ValueError("autoencoder: of spectrograms is not supported; leave it out, or spectrogram")
         return self
 
 

@@ -3,26 +3,36 @@
 A conversation names images under `generate`, with `<generate>` in the text where each is to be drawn, and sounds under
 `generate_audio`. Images are taken at their own size: height and width are multiples of the generator's patch. Their
 latents are pixels between -1 and 1, of one channel (grey) or three. A sound's are its spectrogram, an image of one
-channel of mel bands by frames; silence fills its last patch. Imports no torch.
+channel of mel bands by frames; silence fills its last patch. Latents of an autoencoder are made by
+`motet.data.latents`; their sizes follow from its configuration. Imports no torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from math import ceil
 from typing import Any
 
 import numpy as np
 
 from motet.assignment.sample import Segment
-from motet.config import GeneratorConfig, SpectrogramConfig
+from motet.config import AutoencoderConfig, GeneratorConfig, SpectrogramConfig
 from motet.data.encoder_layout import resampled_length
 from motet.data.example import PLACEHOLDERS, TO_GENERATE, TO_GENERATE_AUDIO, Example, Media, Modality
 from motet.data.formats.media import resample
 from motet.errors import UserError
+from motet.families.hf_config import stored_values
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's modes by the number of channels."""
+AUTOENCODER_DEFAULTS: Mapping[str, Any] = {
+    "in_channels": 3,
+    "latent_channels": 4,
+    "block_out_channels": (64,),
+    "scaling_factor": 0.18215,
+    "shift_factor": None,
+}
+"""diffusers' defaults of AutoencoderKL."""
 FLOOR_DB = 80.0
 """Decibels below full scale at which spectrograms end."""
 
@@ -70,15 +80,24 @@ class GeneratedLayout:
     """Key of the run file, for messages."""
     spectrogram: SpectrogramConfig | None = None
     """None: it makes images."""
+    autoencoder: AutoencoderConfig | None = None
+    """None: images are learned as pixels."""
     modality: Modality = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modality", TO_GENERATE if self.spectrogram is None else TO_GENERATE_AUDIO)
         channels, patch = self.config["in_channels"], self.config["patch_size"]
-        if self.spectrogram is None and channels not in MODES:
+        if self.autoencoder is not None:
+            own = self._stored["latent_channels"]
+            if channels != own:
+                raise UserError(
+                    f"{self.name}.values.in_channels: is {channels}, but the autoencoder has {own} latent channels; "
+                    f"give {own}"
+                )
+        elif self.spectrogram is None and channels not in MODES:
             raise UserError(
                 f"{self.name}.values.in_channels: is {channels}, but images are learned as pixels of 1 channel (grey) "
-                "or 3; give one of these (latents of an autoencoder are not supported)"
+                "or 3; give one of these, or an autoencoder"
             )
         if self.spectrogram is not None and channels != 1:
             raise UserError(f"{self.name}.values.in_channels: is {channels}, but a spectrogram has 1 channel; give 1")
@@ -96,18 +115,29 @@ class GeneratedLayout:
         number = sum(segment.num_tokens for segment in segments) if self.per == "place" else len(segments)
         return tuple(segments), number
 
+    @cached_property
+    def _stored(self) -> Mapping[str, Any]:
+        """The autoencoder's configuration."""
+        assert self.autoencoder is not None
+        return {**AUTOENCODER_DEFAULTS, **stored_values(self.autoencoder, f"{self.name}.autoencoder")}
+
+    @cached_property
+    def _side(self) -> int:
+        """Pixels on a side of a place."""
+        patch: int = self.config["patch_size"]
+        return patch if self.autoencoder is None else patch * 2 ** (len(self._stored["block_out_channels"]) - 1)
+
     def _grid(self, media: Media) -> tuple[int, int]:
-        patch, most = self.config["patch_size"], self.config.get("pos_embed_max_size")
+        most = self.config.get("pos_embed_max_size")
         height, width = self._size(media)
-        rows, columns = height // patch, width // patch
-        if height % patch or width % patch:
-            raise UserError(
-                f"generate: an image has {height} x {width} pixels; give multiples of {patch}, the patch size"
-            )
+        rows, columns = height // self._side, width // self._side
+        if height % self._side or width % self._side:
+            what = "the patch size" if self.autoencoder is None else "the side of a patch of latents"
+            raise UserError(f"generate: an image has {height} x {width} pixels; give multiples of {self._side}, {what}")
         if most is not None and max(rows, columns) > most:
             raise UserError(
                 f"{self.modality}: {'an image' if self.spectrogram is None else 'a spectrogram'} has {height} x "
-                f"{width} pixels, but {self.name} makes at most {most * patch} on a side (pos_embed_max_size)"
+                f"{width} pixels, but {self.name} makes at most {most * self._side} on a side (pos_embed_max_size)"
             )
         return rows, columns
 
@@ -121,16 +151,21 @@ class GeneratedLayout:
         return self.spectrogram.num_mels, patch * ceil(num_samples / (self.spectrogram.hop * patch))
 
     def latents(self, example: Example) -> np.ndarray:
-        """Latents of all images, one after the other: float32 [sum of channels x height x width]."""
+        """Pixels of all images, or spectrograms, one after the other: float32 [sum of channels x height x width]."""
         parts = [np.zeros(0, dtype=np.float32)]
         for _, media in example.items((self.modality,)):
             if self.spectrogram is not None:
                 wave = resample(media.load(), media.size()[1], self.spectrogram.sampling_rate)
                 parts.append(log_mel(wave, self.spectrogram, self._size(media)[1]).reshape(-1))
                 continue
-            pixels = np.asarray(media.load().convert(MODES[self.config["in_channels"]]), dtype=np.float32) / 127.5 - 1
-            parts.append((pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)).reshape(-1))
+            parts.append(pixels_of(media.load(), self.config["in_channels"]).reshape(-1))
         return np.concatenate(parts)
+
+
+def pixels_of(image: Any, channels: int) -> np.ndarray:
+    """Pixels of a picture between -1 and 1: float32 [channels, height, width]."""
+    pixels = np.asarray(image.convert(MODES[channels]), dtype=np.float32) / 127.5 - 1
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def log_mel(wave: np.ndarray, options: SpectrogramConfig, num_frames: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from motet.data.encoder_layout import EncoderLayout, Size
 from motet.data.example import Example, ExampleSource, Media, Modality
 from motet.data.formats.media import resample
 from motet.data.generated import GeneratedLayout, QueryLayout
+from motet.data.latents import latent_features
 from motet.data.layouts import CaptionLayout, ConversationLayout, ConversationText, SampleLayouts, TextLayout
 from motet.errors import UserError
 from motet.families.encoders.token_counts import temporal_patch_size
@@ -120,6 +121,8 @@ class Preparation(SampleLayouts):
             return {"input_ids": ids, "labels": ids}
         if isinstance(layout, QueryLayout):
             return {}
+        if isinstance(layout, GeneratedLayout) and layout.autoencoder is not None:
+            return latent_features(layout, example)
         if isinstance(layout, GeneratedLayout):
             return {"latents": torch.from_numpy(layout.latents(example))}
         assert isinstance(layout, EncoderInput)

@@ -176,7 +176,7 @@ def _module_layouts(
                     f"{node.key}: a {node.workload.family} can be planned and simulated only, with data.kind "
                     f"described; give {' or '.join(TRANSFORMERS)}"
                 )
-            layouts[name] = GeneratedLayout(values, part.loss_per, node.key, part.spectrogram)
+            layouts[name] = GeneratedLayout(values, part.loss_per, node.key, part.spectrogram, part.autoencoder)
         elif isinstance(part, GeneratorConfig):
             reader = next(other for other in config.model.generators if queries_of(other) == name)
             placeholder = config.model.placeholder_tokens.get(reader)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.config import DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
+from motet.config import AutoencoderConfig, DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
 from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, generator_workload
 from motet.shapes.diffusion_transformers import (
@@ -97,7 +97,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
     return ShapeRequest(role=role, stored=stored, values=part.values)
 
 
-def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
+def stored_values(part: PartConfig | AutoencoderConfig, where: str) -> dict[str, Any]:
     """Returns the content of a part's config.json. Raises `UserError` if it cannot be read or downloaded."""
     path = _config_file(part, where)
     try:
@@ -113,7 +113,7 @@ def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
     return stored
 
 
-def _config_file(part: PartConfig, where: str) -> Path:
+def _config_file(part: PartConfig | AutoencoderConfig, where: str) -> Path:
     if part.path is not None:
         return Path(part.path) / "config.json"
     assert part.hub is not None
@@ -126,7 +126,7 @@ def _config_file(part: PartConfig, where: str) -> Path:
         raise UserError(f"{where}.hub: {part.hub} cannot be downloaded ({reason}); give a hub id or a path") from None
 
 
-def stored_folder(part: PartConfig) -> Path:
+def stored_folder(part: PartConfig | AutoencoderConfig) -> Path:
     """The local folder of a part's weights; those on the hub are fetched. Raises `UserError`."""
     if part.path is not None:
         return Path(part.path)

@@ -1,4 +1,4 @@
-"""Random draws of the training of generators: noise, time steps, and who gets the null condition.
+"""Random draws of the training of generators: latents, noise, time steps, and who gets the null condition.
 
 Each is a function of a key (seed and step), the generator, the sample, the image in it and what is drawn, and of
 nothing else: not of ranks, microbatches, their order or the dtype. So the loss is the same under every plan and after a
@@ -17,6 +17,11 @@ Key = tuple[int, ...] | None
 def draw_noise(key: Key, generator: str, sample: str, item: int, shape: tuple[int, ...]) -> np.ndarray:
     """Standard normal numbers in float32."""
     return _stream(key, generator, sample, item, "noise").standard_normal(shape, dtype=np.float32)
+
+
+def draw_latents(key: Key, generator: str, sample: str, item: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal numbers in float32, by which latents of an autoencoder differ from their mean."""
+    return _stream(key, generator, sample, item, "latents").standard_normal(shape, dtype=np.float32)
 
 
 def draw_normal(key: Key, generator: str, sample: str, item: int) -> float:

@@ -24,7 +24,7 @@ from motet.attention.masks.token_layout import Document
 from motet.families.encoders.own_encoders import own_config
 from motet.families.rotary import forget_sequences
 from motet.models.composite import CompositeNode
-from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition
+from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
 from motet.models.generation import GeneratorNode, QueryNode
 from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
@@ -263,14 +263,18 @@ def plain_generation_loss(
         if not node.queries:  # It reads everything up to the placeholder.
             here = torch.arange(len(here)) <= here.nonzero().item()
         conditions = states[i][here].chunk(len(segments))
-        latents = batch.features(node.name, i)["latents"]
+        features = batch.features(node.name, i)
+        latents = features["latents"]
         first = 0
         for segment, own in zip(segments, conditions, strict=True):
             shape = (channels, segment.grid[0] * patch, segment.grid[1] * patch)
             size = shape[0] * shape[1] * shape[2]
-            clean = latents[first : first + size].view(1, *shape).to(own.dtype)
-            first += size
             drawn = (key, node.name, sample.id, segment.item)
+            clean = latents[first : first + size].view(1, *shape).to(own.dtype)
+            if "deviations" in features:
+                deviation = features["deviations"][first : first + size].view(1, *shape).to(own.dtype)
+                clean = clean + deviation * torch.from_numpy(draw_latents(*drawn, shape))[None].to(clean)
+            first += size
             noise = torch.from_numpy(draw_noise(*drawn, shape))[None].to(clean)
             noised, timestep, target = _noised(node.loss.objective, clean, noise, drawn)
             context = node.connector.projector(node.connector.norm(own))

@@ -91,10 +91,15 @@ class ShapeCard:
         return json.dumps(asdict(self))
 
 
-def cards_folder() -> Path:
+def cache_folder(kind: str) -> Path:
+    """The folder in which motet keeps what it can make again."""
     if folder := os.environ.get(CACHE):
-        return Path(folder) / "shapes"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet" / "shapes"
+        return Path(folder) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet" / kind
+
+
+def cards_folder() -> Path:
+    return cache_folder("shapes")
 
 
 def read_card(request: ShapeRequest) -> ShapeCard | None:

@@ -205,6 +205,28 @@ MODELS = {"generator", "objective", "loss_per", "loss_weight", "null_condition"}
 """Keys that change what is computed."""
 
 
+LATENTS: dict[str, dict[str, Any]] = {
+    "latents": {"latents": True, "ranks": {2: 1}},
+    "latents, in stages": {
+        "latents": True,
+        "explicit": {"image": {"pp": 3, "layers_per_stage": [1, 4, 1]}},
+        "num_devices": 5,
+    },
+    "latents, replicas": {"latents": True, "explicit": {"image": {"dp": 2}}, "num_devices": 4},
+}
+
+
+@pytest.mark.parametrize("names", in_campaigns([list(LATENTS)]))
+def test_latents_of_an_autoencoder_equal_one_process(
+    tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    results = check_together(tmp_path, names, LATENTS)
+    assert_equal(results)
+    losses = [result["loss_distributed"] for result in results.values()]
+    assert max(losses) - min(losses) <= 1e-12 * max(losses)
+
+
 PROMPTS: dict[str, dict[str, Any]] = {
     "prompt": {"kinds": ONE_EACH, "queries": None},
     "prompt, language model in 2 stages with cp 2": {

@@ -2,6 +2,7 @@
 
     image/                config.json, diffusion_pytorch_model.safetensors: for diffusers' `from_pretrained`
     image_scheduler/      scheduler_config.json: of the noise that it was trained with
+    image_autoencoder/    the autoencoder of its latents, if it has one, as it was given
     image_projector/      config.json, model.safetensors: the connector and the null condition
     image_queries/        model.safetensors: the query tokens, if it has them
 
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.config import GeneratorConfig, ModelConfig, SpectrogramConfig
+from motet.config import AutoencoderConfig, GeneratorConfig, ModelConfig, SpectrogramConfig
 from motet.errors import UserError
 from motet.families.diffusion_models import diffusion_class
-from motet.families.hf_config import read_generator
+from motet.families.hf_config import read_generator, stored_folder
 from motet.models.hub.weights import check_tensors, save_tensors, tensors_under, write_json
 from motet.models.stages.generator import NUM_TIMESTEPS, Connector
 from motet.plan import queries_of
@@ -44,6 +45,7 @@ class GeneratorDescription:
     placeholder_token_id: int
     spectrogram: SpectrogramConfig | None
     """How sounds are seen; None: it makes images."""
+    autoencoder: AutoencoderConfig | None
 
     @property
     def scheduler_class(self) -> str:
@@ -88,6 +90,7 @@ def _described(
         num_queries=part.queries,
         placeholder_token_id=placeholder_ids[queries_of(name) if part.queries else name],
         spectrogram=part.spectrogram,
+        autoencoder=part.autoencoder,
     )
 
 
@@ -111,6 +114,9 @@ def save_generator(folder: Path, name: str, described: GeneratorDescription, ten
     model.to(next(iter(dtypes.values()))).load_state_dict(own, strict=False)
     model.save_pretrained(folder / name)
     described.scheduler().save_pretrained(folder / f"{name}_scheduler")
+    if described.autoencoder is not None:
+        stored = diffusion_class("AutoencoderKL").from_pretrained(stored_folder(described.autoencoder))
+        stored.save_pretrained(folder / f"{name}_autoencoder")
     connector = dict(tensors_under(tensors, f"{name}.projector"))
     with torch.device("meta"):
         expected = Connector(*described.sizes, described.projector, dtype=torch.float32, seed=None)
@@ -160,13 +166,21 @@ def sampling_code(folder: str, described: GeneratorDescription) -> str:
         described.spectrogram,
     )
     height = side if spectrogram is None else spectrogram.num_mels
+    channels_out = str(channels)
     meaning = "-1 is black" if spectrogram is None else "mel bands by frames, from -80 to 0 decibels of full scale"
+    classes, opened, result = f"{described.model_class}, {described.scheduler_class}", "", "drawn.clamp(-1, 1)"
+    if described.autoencoder is not None:
+        classes = f"AutoencoderKL, {classes}"
+        opened = f"""
+{name}_autoencoder = AutoencoderKL.from_pretrained("{folder}_autoencoder", torch_dtype=language_model.dtype)"""
+        scaled = f"drawn / {name}_autoencoder.config.scaling_factor + ({name}_autoencoder.config.shift_factor or 0)"
+        result, channels_out = f"{name}_autoencoder.decode({scaled}).sample.clamp(-1, 1)", "channels"
     return f"""import torch
 import torch.nn.functional as F
-from diffusers import {described.model_class}, {described.scheduler_class}
+from diffusers import {classes}
 from safetensors.torch import load_file
 
-{name} = {described.model_class}.from_pretrained("{folder}", torch_dtype=language_model.dtype)
+{name} = {described.model_class}.from_pretrained("{folder}", torch_dtype=language_model.dtype){opened}
 {name}_scheduler = {described.scheduler_class}.from_pretrained("{folder}_scheduler")
 {name}_weights = load_file("{folder}_projector/model.safetensors")
 {queries}
@@ -184,13 +198,13 @@ def draw_{name}(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={height},
         given = dict(encoder_hidden_states=conditions, timestep=time.expand(2){given})
         wanted, other = {name}(drawn.repeat(2, 1, 1, 1), **given).sample.split(1)
         drawn = {name}_scheduler.step(other + guidance * (wanted - other), time, drawn).prev_sample
-    return drawn.clamp(-1, 1)  # [1, {channels}, height, width]: {meaning}.
+    return {result}  # [1, {channels_out}, height, width]: {meaning}.
 """
 
 
 def check_names(modules: Mapping[str, Any], generators: Mapping[str, GeneratorDescription]) -> None:
     """Raises `UserError` if two parts would have one folder."""
     for name in generators:
-        for folder in (f"{name}_scheduler", f"{name}_projector", queries_of(name)):
+        for folder in (f"{name}_scheduler", f"{name}_projector", f"{name}_autoencoder", queries_of(name)):
             if folder in modules:
                 raise UserError(f"export: {folder} is a folder of generator {name}; rename that module")

@@ -28,7 +28,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.devices import to_device
 from motet.errors import UserError
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, Streams
-from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition
+from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
 from motet.models.stages.projector import PROJECTORS, initialize_projector
 from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.plan import LayerRange
@@ -240,7 +240,7 @@ class GeneratorStage(nn.Module):
             rows = list(inputs.hidden.split([self._num_rows(self.layers[0], item) for item in items]))
         if self.layers[1] == 1:
             return StageOutput(torch.cat(rows))
-        latents = self._latents(inputs.features, items) if self.needs_features else []
+        latents = self._latents(inputs.features, items, inputs.draw_key) if self.needs_features else []
         by_form: dict[Any, list[int]] = {}
         for index, item in enumerate(items):
             by_form.setdefault(item.form, []).append(index)
@@ -278,20 +278,30 @@ class GeneratorStage(nn.Module):
             rows.append(conditions)
         return rows
 
-    def _latents(self, features: Sequence[Mapping[str, Tensor]], items: Sequence[Item]) -> list[Tensor]:
-        """[channels, height, width] of each image."""
+    def _latents(self, features: Sequence[Mapping[str, Tensor]], items: Sequence[Item], key: Key) -> list[Tensor]:
+        """[channels, height, width] of each image. Those of an autoencoder are drawn."""
+        means = self._by_item(features, items, "latents")
+        if not any("deviations" in own for own in features):
+            return means
+        drawn = []
+        for item, mean, deviation in zip(items, means, self._by_item(features, items, "deviations"), strict=True):
+            noise = draw_latents(key, self.name, item.sample.id, item.segment.item, tuple(mean.shape))
+            drawn.append(mean + deviation * torch.from_numpy(noise).to(mean))
+        return drawn
+
+    def _by_item(self, features: Sequence[Mapping[str, Tensor]], items: Sequence[Item], what: str) -> list[Tensor]:
         patch, channels = self._config["patch_size"], self._config["in_channels"]
         shapes = [(channels, *(patch * side for side in item.segment.grid)) for item in items]
         found: list[Tensor] = []
         for place, own in enumerate(features):
             mine = [shape for item, shape in zip(items, shapes, strict=True) if item.place == place]
             sizes = [torch.Size(shape).numel() for shape in mine]
-            if own["latents"].numel() != sum(sizes):
+            if own[what].numel() != sum(sizes):
                 raise UserError(
-                    f"features: latents of sample {items[len(found)].sample.id!r} have {own['latents'].numel()} "
+                    f"features: {what} of sample {items[len(found)].sample.id!r} have {own['latents'].numel()} "
                     f"numbers, but {self.name}'s layout needs {sum(sizes)}"
                 )
-            found += [part.view(shape) for part, shape in zip(own["latents"].split(sizes), mine, strict=True)]
+            found += [part.view(shape) for part, shape in zip(own[what].split(sizes), mine, strict=True)]
         return found
 
     def _noising(self, items: Sequence[Item], latents: Sequence[Tensor], key: Key) -> "Noising":

@@ -25,15 +25,17 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
     """One batch of the run's own data against plain transformers, and the weights after some steps of the optimizer;
     what `motet verify --json` prints, on rank 0."""
     torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
+    data = open_data(config)
+    loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
+    batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(max(1, steps))]
+    for batch in batches:
+        _encode_latents(config, batch)
     with float64_throughout() if config.train.dtype == "float64" else nullcontext():
         device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-        data = open_data(config)
         engine = build_engine(config, plan, device)
-        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
         for stage in engine.model.modules():
             remove_dropout(stage)
         fill_adapters(engine.model)
-        batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(max(1, steps))]
 
         def build_reference() -> Mapping[str, ModuleNode]:
             return plain_nodes(config, data.preparation.placeholder_ids)
@@ -53,6 +55,14 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
         return values
     failures = [*comparison.failures, *stepped.failures]
     return {**values, **asdict(stepped), "failures": failures, "passed": not failures}
+
+
+def _encode_latents(config: RunConfig, batch: "_InDtype") -> None:
+    """Makes the latents of images, in float32 as in a training: no autoencoder can be loaded where all is float64."""
+    for name, part in config.model.generators.items():
+        for index, sample in enumerate(batch.samples):
+            if part.autoencoder is not None and sample.has(name):
+                batch.features(name, index)
 
 
 class _InDtype:
