@@ -381,8 +381,7 @@ class Estimator:
         def compute() -> list[int]:
             workload, options = self.workloads[name], self.memory.of(self.workloads[name])
             kinds = [
-                (id(layer), trainable)
-                for layer, trainable in zip(workload.layers, self.trainable[name], strict=True)
+                (id(layer), trainable) for layer, trainable in zip(workload.layers, self.trainable[name], strict=True)
             ]
             known = {
                 kind: sum(
