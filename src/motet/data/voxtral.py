@@ -85,9 +85,7 @@ class VoxtralText:
             replaced.append({"span": (at, end), "new_span": new_span, "text": text[0][at:end], "replacement": written})
             expanded += written + piece
             at = end + len(piece)
-        encoded = self.tokenizer(
-            [expanded], add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
-        )
+        encoded = self.tokenizer([expanded], add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
         found = {**encoded, "text_replacement_offsets": [replaced]}
         if audio:
             settings = dict(self.whole.audio_kwargs)
