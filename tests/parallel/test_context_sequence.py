@@ -87,4 +87,4 @@ class TestHeld:
         documents = (Document((Segment(num_tokens),)),)
         for rank in range(size):
             cp = ContextParallel(None, rank, size, ContextOptions(block_size=16))
-            assert num_rows(documents, RULES, cp) == len(ContextSequence(documents, RULES, cp, CPU).tokens)
+            assert num_rows(documents, RULES, cp) == len(ContextSequence(documents, RULES, cp, CPU).host_tokens)

@@ -326,7 +326,10 @@ class Estimator:
 
     def _gradients_with(self, name: str, sources: AbstractSet[str]) -> tuple[LayerGradients, ...]:
         """The gradients of a microbatch into which these modules bring a gradient."""
-        return gradients_of_layers(self.trainable[name], entries_of(name, sources, self.edges))
+        return self.remembered(
+            ("gradients", name, frozenset(sources)),
+            lambda: gradients_of_layers(self.trainable[name], entries_of(name, sources, self.edges)),
+        )
 
     def _times(self, name: str, tp: int, cp: int, works: Sequence[Work], *, sequence_parallel: bool) -> list[LayerTime]:
         """Each layer's time, added up over the kinds of microbatches."""
@@ -334,14 +337,22 @@ class Estimator:
         costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
         assert len(costs) == workload.num_layers, f"{name}: {len(costs)} layers in the table, not {workload.num_layers}"
         works = [work._replace(load=work.load.share(cp)) for work in works]
+        repeats = name in self.recompute
+        are_blocks = self.remembered(
+            ("blocks", name), lambda: [workload.has_block((i, i + 1)) for i in range(workload.num_layers)]
+        )
         times: list[LayerTime] = []
         known: dict[object, LayerTime] = {}
-        for i, cost in enumerate(costs):
-            recompute = name in self.recompute and workload.has_block((i, i + 1))
+        needed = zip(*(work.gradients for work in works), strict=True) if works else [()] * len(costs)
+        for cost, gradients, is_block in zip(costs, needed, are_blocks, strict=True):
+            recompute = repeats and is_block
             # Most layers are alike.
-            key = (id(cost), recompute, *(work.gradients[i] for work in works))
+            key = (id(cost), recompute, gradients)
             if key not in known:
-                parts = [_layer_time(cost, work.gradients[i], work.load, work.num_actions, recompute) for work in works]
+                parts = [
+                    _layer_time(cost, own, work.load, work.num_actions, recompute)
+                    for own, work in zip(gradients, works, strict=True)
+                ]
                 known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
             times.append(known[key])
         return times
@@ -351,8 +362,11 @@ class Estimator:
     def num_trainable(self, name: str, *, tp: int, ep: int = 1) -> list[int]:
         """Parameters of each layer with a gradient on each rank of a tensor-parallel group, whose experts `ep` ranks
         share."""
-        of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
-        return [layer.num_trained_per_rank(tp, ep) if trainable else 0 for layer, trainable in of_layers]
+        layers = self.workloads[name].layers
+        # Most layers are alike.
+        numbers = {number: layer.num_trained_per_rank(tp, ep) for number, layer in {id(x): x for x in layers}.items()}
+        of_layers = zip(layers, self.trainable[name], strict=True)
+        return [numbers[id(layer)] if trainable else 0 for layer, trainable in of_layers]
 
     def static_bytes(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False, ep: int = 1
@@ -365,13 +379,19 @@ class Estimator:
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
-            options = self.memory.of(self.workloads[name])
-            static = [
-                sum(
+            workload, options = self.workloads[name], self.memory.of(self.workloads[name])
+            kinds = [
+                (id(layer), trainable, needs.any)
+                for layer, trainable, needs in zip(
+                    workload.layers, self.trainable[name], self.gradients[name], strict=True
+                )
+            ]
+            known = {
+                kind: sum(
                     static_layer_bytes(
                         layer,
-                        trainable=self.trainable[name][index],
-                        has_backward=self.gradients[name][index].any,
+                        trainable=kind[1],
+                        has_backward=kind[2],
                         tp_size=tp,
                         num_holders=num_holders,
                         options=options,
@@ -380,8 +400,9 @@ class Estimator:
                         ep=ep,
                     )
                 )
-                for index, layer in enumerate(self.workloads[name].layers)
-            ]
+                for kind, layer in dict(zip(kinds, workload.layers, strict=True)).items()  # Most layers are alike.
+            }
+            static = [known[kind] for kind in kinds]
             if not fully_sharded:
                 return static
             gathered = self._gathered_bytes(name, tp, cp)
