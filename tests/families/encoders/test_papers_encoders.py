@@ -1,5 +1,5 @@
-"""Models that Cornstarch names. Two of its encoders have no entry in the table of families: the tower of EVA-CLIP and the
-audio encoder of Phi-4, which are wrapped in a module of one's own."""
+"""Models that Cornstarch names. Two of its encoders have no entry in the table of families: EVA-CLIP's and the one for
+sounds of Phi-4, which are wrapped in a module of one's own."""
 
 import json
 from collections.abc import Iterator
