@@ -70,13 +70,13 @@ _WITH_SECTIONS = (
     "glm4v_moe",
     "glm_ocr",
     "glmga",
-    "qwen2_5_omni_thinker",
     "qwen2_5_vl",
     "qwen2_vl",
 )
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
     **{key: {"text_config": {"rope_parameters": _SECTIONS}} for key in _WITH_SECTIONS},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _SECTIONS}, "vision_start_token_id": 151652},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "voxtral": {"audio_token_id": 24},
 }
