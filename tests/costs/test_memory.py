@@ -121,7 +121,7 @@ def test_recomputed_blocks_keep_their_input_only(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_keeps_a_float32_for_each_logit(dtype):
+def test_a_head_keeps_its_logits(dtype):
     config, model_class = copy.deepcopy(EVERY_MODEL["llama"])
     config.vocab_size = 2048
     samples = [Sample(name, {"m": (Segment(48),)}, {"m": 40}) for name in "ab"]
@@ -137,8 +137,9 @@ def test_a_head_keeps_a_float32_for_each_logit(dtype):
     (head,) = workload.layers[slice(*layers)]
     options, gradients = OPTIONS[dtype], {"input_gradient": True, "weight_gradient": True}
     predicted = saved_layer_bytes(head, load, **gradients, recompute=False, tp_size=1, options=options)
-    assert predicted == pytest.approx(second, rel=0.05)
-    assert predicted > 80 * 2048 * 4
+    normalized = 2 * 48 * 64 * 4  # What this model's norm keeps beside its input.
+    assert predicted + normalized == pytest.approx(second, rel=0.01)
+    assert predicted > 80 * 2048 * options.computed_bytes
     assert first - second == cast_weight_bytes(head, tp_size=1, options=options)
 
 

@@ -2,8 +2,8 @@
 
 A linear saves its input if its weights or its adapter have a gradient; linears that read the same tensor share it.
 Attention saves queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation
-function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary a float32 for
-each logit. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
+function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary its
+logits. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
 what norms save, but not the inputs of linears, which each rank gathers.
 
 Under autocast, norms and tensors between layers stay in float32; everything else is in bfloat16. Each linear makes its
@@ -29,8 +29,6 @@ ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
 RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
-LOGIT_BYTES = 4
-"""The loss over a vocabulary is never computed in less than float32."""
 NUM_BUFFERS = 8
 """Number of largest messages for which schedules under a memory limit leave room. The messages that a rank holds are
 known only when the schedule is. In plans simulated so far there were six at most."""
@@ -229,7 +227,7 @@ def saved_layer_bytes(
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
-    """The probabilities over a vocabulary, which the loss saves."""
+    """The logits, which the loss saves as the head has made them."""
     if layer.part != "head":
         return 0
     logits = sum(
@@ -237,7 +235,7 @@ def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryO
         for linear in layer.linears
         if linear.rows == "outputs" and linear.cut == "column"
     )
-    return round(logits * max(LOGIT_BYTES, options.activation_bytes))
+    return round(logits * options.computed_bytes)
 
 
 def boundary_bytes(
