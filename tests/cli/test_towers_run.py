@@ -92,6 +92,7 @@ def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
 
 
+@pytest.mark.campaign
 def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Both towers of one CLIPModel: the loss is that of transformers' own model, and what is exported is it again."""
     model, _ = give_stored_clip(run_file)
@@ -230,6 +231,7 @@ def test_files_in_which_items_are_lacking(capsys: pytest.CaptureFixture[str], ru
     expect_mistake(capsys, ["profile", run_file], "profile: no sample of the first global batch has anything for text")
 
 
+@pytest.mark.campaign
 def test_profile_and_plans_of_others(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
