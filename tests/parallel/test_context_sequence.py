@@ -63,7 +63,7 @@ class TestWhatChangesAttention:
         model = tiny_llama()
         model.config.layer_types = ["chunked_attention", *["full_attention"] * (model.config.num_hidden_layers - 1)]
         stage = LanguageModelStage("language_model", model, (0, num_causal_layers(model)))
-        refused = pytest.raises(UserError, match="language_model has layers of chunked_attention.*; use cp 1")
+        refused = pytest.raises(UserError, match=r"language_model has layers of chunked_attention.*; use cp 1")
         with probing(), refused:
             stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
