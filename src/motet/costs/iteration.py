@@ -379,8 +379,9 @@ class IterationCosts:
         workload = self.cells.workload(kind.module)
         # The first layer's norm, or a recomputed block, saves the tensor that the stage receives, unless it gathers it.
         first = workload.layers[kind.stage.layers[0]]
-        is_whole = not module.sequence_parallel and (kind.stage.cp_size == 1 or workload.is_shared(first))
-        is_counted = first.saved_vectors > 0 and is_whole and not workload.num_time_vectors
+        gathers = first.part == "head" and kind.stage.cp_size > 1 and not workload.is_shared(first)
+        gathers = gathers or module.sequence_parallel
+        is_counted = first.saved_vectors > 0 and not gathers and not workload.num_time_vectors
         return (0 if is_counted else self._saved_input(kind, load)) + sum(
             count
             * saved_layer_bytes(
