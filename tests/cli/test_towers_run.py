@@ -47,6 +47,21 @@ def test_plan_simulate_verify_train(capsys: pytest.CaptureFixture[str], run_file
     assert load_towers(trained["export"]).width == 8
 
 
+@pytest.mark.campaign
+def test_in_bfloat16(capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured costs, verification, and a training that goes on from its checkpoint."""
+    profile_quickly(monkeypatch)
+    half = ["--set", "train.dtype=bfloat16", "--set", "train.lr_schedule=constant"]
+    costs = run_file.with_name("costs.json")
+    run(capsys, "profile", run_file, *half, "--out", costs)
+    assert run(capsys, "plan", run_file, *half, "--set", f"cluster.costs={costs}")["costs"]["source"] != "analytic"
+    assert run(capsys, "verify", run_file, *half)["passed"]
+    whole = run(capsys, "train", run_file, *half, "--set", "train.steps=4")["losses"]
+    run(capsys, "train", run_file, *half, "--set", f"train.output={run_file.with_name('again')}")
+    more = ["--set", f"train.output={run_file.with_name('again')}", "--set", "train.resume=latest"]
+    assert run(capsys, "train", run_file, *half, *more, "--set", "train.steps=4")["losses"] == whole[2:]
+
+
 def test_held_out_losses_are_those_of_whole_contrastive_batches(
     capfd: pytest.CaptureFixture[str], run_file: Path
 ) -> None:

@@ -371,32 +371,27 @@ class Estimator:
     def static_bytes(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False, ep: int = 1
     ) -> list[int]:
-        """Parameters, gradients, optimizer state and autocast's copies of each layer on each rank.
+        """Parameters, gradients and optimizer state of each layer on each rank.
 
         Under ZeRO-1 all ranks that hold the same shard share the optimizer state. The `cp` ranks of a fully sharded
         stage each keep a share, and the whole of layers outside of blocks, which are gathered for as long as the stage
-        computes; each microbatch makes its own copies there."""
+        computes."""
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
             workload, options = self.workloads[name], self.memory.of(self.workloads[name])
             kinds = [
-                (id(layer), trainable, needs.any)
-                for layer, trainable, needs in zip(
-                    workload.layers, self.trainable[name], self.gradients[name], strict=True
-                )
+                (id(layer), trainable) for layer, trainable in zip(workload.layers, self.trainable[name], strict=True)
             ]
             known = {
                 kind: sum(
                     static_layer_bytes(
                         layer,
                         trainable=kind[1],
-                        has_backward=kind[2],
                         tp_size=tp,
                         num_holders=num_holders,
                         options=options,
                         num_shares=num_shares,
-                        fully_sharded=fully_sharded,
                         ep=ep,
                     )
                 )
@@ -428,7 +423,6 @@ class Estimator:
         *,
         cp: int = 1,
         packed: bool = False,
-        fully_sharded: bool = False,
         sequence_parallel: bool = False,
     ) -> list[int]:
         """Activations that each layer saves on each rank for the backward of a mean microbatch."""
@@ -438,16 +432,13 @@ class Estimator:
                 name,
                 self.typical_load(name, dp, cp=size, packed=packed),
                 tp=tp,
-                fully_sharded=fully_sharded,
                 sequence_parallel=sequence_parallel,
             )
             for size in (cp, 1)
         )
         return [(shared if workload.is_shared(layer) else whole)[i] for i, layer in enumerate(workload.layers)]
 
-    def saved_bytes_of_load(
-        self, name: str, load: Load, *, tp: int, fully_sharded: bool = False, sequence_parallel: bool = False
-    ) -> list[int]:
+    def saved_bytes_of_load(self, name: str, load: Load, *, tp: int, sequence_parallel: bool = False) -> list[int]:
         """Activations that each layer saves for the backward of a microbatch of this load."""
         layers = self.workloads[name].layers
 
@@ -462,25 +453,23 @@ class Estimator:
                     recompute=name in self.recompute,
                     tp_size=tp,
                     options=self.memory,
-                    fully_sharded=fully_sharded,
                     sequence_parallel=sequence_parallel,
                 )
                 for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
             }
             return [known[kind] for kind in kinds]
 
-        return self.remembered(("saved bytes", name, load, tp, fully_sharded, sequence_parallel), compute)
+        return self.remembered(("saved bytes", name, load, tp, sequence_parallel), compute)
 
     def gradient_bytes(self, name: str, *, tp: int) -> list[int]:
         """Gradients of each layer that its replicas sum."""
-        return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
+        return [number * self.memory.summed_bytes for number in self.num_trainable(name, tp=tp)]
 
     def boundary_bytes(
-        self, name: str, border: int, load: Load, *, num_shares: int = 1, num_row_shares: int = 1, saved: bool = False
+        self, name: str, border: int, load: Load, *, num_shares: int = 1, num_row_shares: int = 1
     ) -> float:
-        """The message that crosses the boundary before layer `border` for a microbatch of this load. `saved`: what the
-        receiver keeps of it for the backward."""
-        size = self.memory.activation_bytes if saved else self.memory.message_bytes
+        """The message that crosses the boundary before layer `border` for a microbatch of this load."""
+        size = self.memory.activation_bytes
         return boundary_bytes(
             self.workloads[name], border, load, size, num_shares=num_shares, num_row_shares=num_row_shares
         )
@@ -488,7 +477,7 @@ class Estimator:
     def output_bytes(self, name: str, dp: int = 1) -> float:
         """Bytes of a module's output to another module, for a mean microbatch."""
         num_outputs = sum(sample.num_outputs(name) for sample in self.samples) / (dp * self.num_microbatches)
-        return num_outputs * self.workloads[name].output_size * self.memory.message_bytes
+        return num_outputs * self.workloads[name].output_size * self.memory.activation_bytes
 
     def transferred_bytes(self, name: str) -> list[int]:
         """Parameters and optimizer state that a rank receives when it takes over a layer, whole.

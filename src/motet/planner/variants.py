@@ -187,7 +187,9 @@ def _messages_s(problem: PlanningProblem, layout: Layout) -> float:
     for before, after in zip(layout.chunks, layout.chunks[1:], strict=False):
         if before.group != after.group and before.module == after.module:
             load = problem.estimator.typical_load(before.module, layout.dp, cp=layout.cp(before.module))
-            seconds += link.seconds(problem.estimator.boundary_bytes(before.module, before.layers[1], load))
+            shares = layout.tp(after.module, after.group)
+            size = problem.estimator.boundary_bytes(before.module, before.layers[1], load, num_row_shares=shares)
+            seconds += link.seconds(size)
     return 2 * seconds
 
 

@@ -64,6 +64,7 @@ def test_a_block() -> None:
         other_parameters=2 * 64,
         saved_vectors=2,
         saved_vectors_for_weights=2,
+        float32_vectors=2,
         gated=True,
     )
 

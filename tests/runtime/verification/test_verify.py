@@ -104,14 +104,14 @@ def test_the_reference_is_made_of_the_given_weights() -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_features_are_read_outside_of_autocast() -> None:
+def test_in_bfloat16_features_are_read_in_their_own_dtype() -> None:
     """Some processors compute when they are asked."""
     scenario = Scenario(dtype="bfloat16")
     config = scenario.config()
 
     class Asking(ScenarioBatch):
         def features(self, module: str, sample: int) -> dict[str, torch.Tensor]:
-            assert not torch.is_autocast_enabled("cpu")
+            assert torch.get_default_dtype() == torch.float32
             return super().features(module, sample)
 
     references = run_references(
@@ -119,7 +119,6 @@ def test_features_are_read_outside_of_autocast() -> None:
         weights_of(scenario),
         Asking(scenario, config),
         dtype="bfloat16",
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
     )
     assert references.plain.loss != references.exact.loss
     assert references.plain.loss == pytest.approx(references.exact.loss, rel=1e-2)

@@ -41,6 +41,12 @@ def test_all_of_them_over_stages_and_tensor_parallel_ranks(name, tmp_path):
     check(name, tmp_path, pp=2, tp=2)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CASES)
+def test_in_bfloat16(name, tmp_path):
+    assert verify(composite_config(tmp_path, name, **CASES[name], dtype="bfloat16"))["failures"] == []
+
+
 REFUSED = {
     "parallel.packing": ({"parallel": {"packing": True}}, r"parallel\.packing: packing is not supported"),
     "an encoder in stages": (
