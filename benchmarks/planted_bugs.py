@@ -77,8 +77,8 @@ BUGS = (
     ),
     Bug(
         "a parameter that no microbatch reached has another gradient than zero",
-        "return torch.zeros_like(copies[0])",
-        "return torch.ones_like(copies[0])",
+        "return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))",
+        "return torch.ones_like(parameter, dtype=gradient_dtype(parameter))",
         ("test_gradients",),
         "counts_as_zero or without_any",
     ),
@@ -272,8 +272,8 @@ BUGS = (
     ),
     Bug(
         "the planner charges frozen layers with gradients and moments",
-        "if not trainable: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
-        "if not trainable and size < 0: return StaticBytes(weights=-(-size // num_shares), casts=cast)",
+        "if not trainable: return StaticBytes(weights=-(-size // num_shares))",
+        "if not trainable and size < 0: return StaticBytes(weights=-(-size // num_shares))",
         ("test_memory",),
         "gradients_and_moments",
     ),

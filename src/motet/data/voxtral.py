@@ -44,7 +44,10 @@ class VoxtralText:
 
         if find_spec("mistral_common") is None:
             raise ImportError("mistral_common")
-        return cls(processor, AutoTokenizer.from_pretrained(source, mistral_format=False, **SPECIAL_TOKENS))
+        return cls(
+            processor,
+            AutoTokenizer.from_pretrained(source, mistral_format=False, trust_remote_code=False, **SPECIAL_TOKENS),
+        )
 
     @property
     def _audio_processor(self) -> Any:
