@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # Few tests at a time to each worker, as slow ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4
 
-.PHONY: demo test quick campaigns chaos slow-tests checks docs clean
+.PHONY: demo test quick campaigns chaos gpu slow-tests checks docs clean
 
 demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
 	$(BIN)/motet demo
@@ -29,6 +29,9 @@ campaigns: $(READY)  ## Whole products and many draws of what `make test` sample
 
 chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
 	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_lost_machine.py tests/resilience/test_cut_link.py
+
+gpu: $(READY)  ## Everything that needs a GPU, into the folder GPU_REPORT; GPU_REHEARSAL=1 runs it on CPUs in small sizes.
+	@$(BIN)/python -m benchmarks.gpu
 
 slow-tests:  ## Rewrites tests/slow.txt with the processor seconds of the last `make test`.
 	$(BIN)/python tests/support/slow_tests.py build/test.xml

@@ -1,6 +1,7 @@
 """Resources that the attention kernels need of a GPU: registers, spills, shared memory. Runs without a GPU.
 
-Triton compiles them for a compute capability (80: A100, 90: H100) with the settings of `motet.attention.kernels.flash`;
+Triton compiles them for a compute capability (80: A100, 90: H100, 100: B200) with the settings of
+`motet.attention.kernels.flash`;
 NVIDIA's `cuobjdump`, which comes with Triton, tells what a program was given. A stack that is more than a few hundred
 bytes means that sums wait in memory; shared memory must fit.
 """
@@ -32,7 +33,7 @@ KERNELS = {
 }
 """By name; and how many sums they hold."""
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one program may have."""
 DATA = ("Q", "K", "V", "OUT", "D_OUT", "D_Q", "D_K", "D_V")
 INTEGERS = ("LO", "HI", "POSITION", "KEY_CLASS", "TASKS", "COLUMNS", "ROWS")
@@ -86,7 +87,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90], choices=list(SHARED_BYTES))
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100], choices=list(SHARED_BYTES))
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=list(ELEMENT_SIZE))
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="of a head")
     parser.add_argument("--block", type=int, default=128, help="tokens of a tile's side")

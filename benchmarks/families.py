@@ -1,8 +1,9 @@
 """Probes every causal language model and every model of several modalities that transformers declares: which features
 are equal to one process?
 
-Beside the features of `motet family check`, tensor and pipeline parallelism together on four processes. Results are
-written after each family; started again, the script goes on after those that the file has:
+Beside the features of `motet family check`, tensor and pipeline parallelism together on four processes. Each family is
+probed in a process of its own, which is ended when its time is up. Results are written after each family; started
+again, the script goes on after those that the file has, and after those that are published if there is no file:
 
     python -m benchmarks.families results.json
     python -m benchmarks.families results.json --only 'qwen|llama' --features pipeline 'tensor and pipeline'
@@ -19,12 +20,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import json
+import multiprocessing
 import re
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +70,13 @@ _WITH_SECTIONS = (
     "glm4v_moe",
     "glm_ocr",
     "glmga",
-    "qwen2_5_omni_thinker",
     "qwen2_5_vl",
     "qwen2_vl",
 )
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
     **{key: {"text_config": {"rope_parameters": _SECTIONS}} for key in _WITH_SECTIONS},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _SECTIONS}, "vision_start_token_id": 151652},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "voxtral": {"audio_token_id": 24},
 }
@@ -83,21 +88,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the JSON file; families that it has are not probed again")
     parser.add_argument("--only", metavar="PATTERN", default="", help="model types in which this pattern is found")
     parser.add_argument("--features", nargs="+", choices=ALL_TRIALS, default=list(ALL_TRIALS), help="default: all")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for each family")
     parser.add_argument("--publish", action="store_true", help="put the results into the package")
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else _published()
     for name in names():
         missing = missing_trials(name, options.features, results)
         if not missing or not re.search(options.only, name):
             continue
         started = time.perf_counter()
-        results[name] = probed(name, missing, results.get(name, {}))
+        results[name] = probed_in_time(name, missing, results.get(name, {}), options.limit_s)
         options.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         print(f"{name}: {time.perf_counter() - started:.1f} s, {_short(results[name])}", file=sys.stderr)
     if options.publish:
         _publish(results)
     _report(results, options.publish)
     return 0
+
+
+def _published() -> dict[str, Any]:
+    """Results for these versions that docs/families.md shows."""
+    published = json.loads(PUBLISHED.read_text())
+    return dict(published["families"]) if published["versions"] == probed_versions() else {}
 
 
 def names() -> list[str]:
@@ -113,6 +125,33 @@ def missing_trials(name: str, features: Sequence[str], results: Mapping[str, Any
     known = COMPOSITE_TRIALS if name.startswith(COMPOSITES) else ALL_TRIALS
     wanted = [feature for feature in features if feature in known]
     return [] if "refused" in before else [f for f in wanted if f not in before.get("reasons", {})]
+
+
+def probed_in_time(name: str, features: Sequence[str], before: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """`probed` in a process of its own. When `limit_s` seconds are over, that process and those it has started are
+    ended, and the features are refused."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_probed, args=(sender, name, features, before))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(limit_s):
+            found: dict[str, Any] = receiver.recv()
+            return found
+        late = f"its probe did not end within {limit_s:.0f} s"
+    except EOFError:
+        late = "the process of its probe ended"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    return {**before, "reasons": {**before.get("reasons", {}), **dict.fromkeys(features, late)}}
+
+
+def _send_probed(sender: Connection, name: str, features: Sequence[str], before: Mapping[str, Any]) -> None:
+    os.setsid()  # Its processes can be ended together.
+    sender.send(probed(name, features, before))
 
 
 def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:

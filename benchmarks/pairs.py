@@ -40,7 +40,7 @@ VIT = {
 VISION: Mapping[str, Mapping[str, Any]] = {
     "SiglipVisionConfig": VIT,
     "CLIPVisionConfig": VIT,
-    "Dinov2Config": {**VIT, "mlp_ratio": 2},
+    "Dinov2Config": {**{key: value for key, value in VIT.items() if key != "intermediate_size"}, "mlp_ratio": 2},
     "PixtralVisionConfig": VIT,
     "Qwen2_5_VLVisionConfig": {
         "depth": 2,

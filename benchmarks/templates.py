@@ -65,7 +65,7 @@ def drawn_chain(num_layers: int, weight: float, seed: int, *, memory: bool = Fal
         seconds={size: [t * (gain[size // cp] / cp + exchange) for t in base] for size in sizes},
         static_bytes={size: [cp / size] * num_layers for size in sizes} if memory else None,
         saved_bytes={size: [0.05 / size] * num_layers for size in sizes} if memory else None,
-        cut_s=CutCosts([0.01] * num_layers + [0.0], [0.04] * num_layers + [0.0]),
+        cut_s=dict.fromkeys(sizes, CutCosts([0.01] * num_layers + [0.0], [0.04] * num_layers + [0.0])),
         cp_size=cp,
     )
 

@@ -48,9 +48,12 @@ def trusting(tree: ast.AST) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(attr="from_pretrained", value=of), keywords=given):
                 by_name = isinstance(of, ast.Call) or (isinstance(of, ast.Name) and of.id.startswith("Auto"))
                 keys = {each.arg: each.value for each in given}
-                refuses = isinstance(value := keys.get("trust_remote_code"), ast.Constant) and value.value is False
+                # Classes of diffusers run no code of a folder, but would unpickle its weights.
+                is_diffusion = isinstance(of, ast.Call) and ast.unparse(of.func) == "diffusion_class"
+                key, safe = ("use_safetensors", True) if is_diffusion else ("trust_remote_code", False)
+                refuses = isinstance(value := keys.get(key), ast.Constant) and value.value is safe
                 if by_name and not refuses:
-                    yield f"{node.lineno}: from_pretrained without trust_remote_code=False"
+                    yield f"{node.lineno}: from_pretrained without {key}={safe}"
 
 
 def test_no_code_of_a_models_folder_is_run() -> None:
@@ -58,6 +61,7 @@ def test_no_code_of_a_models_folder_is_run() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
     assert [*trusting(ast.parse("AutoTokenizer.from_pretrained(x)"))]
     assert [*trusting(ast.parse("AutoConfig.from_pretrained(x, trust_remote_code=y)"))]
+    assert [*trusting(ast.parse("diffusion_class(x).from_pretrained(y, trust_remote_code=False)"))]
     assert not [*trusting(ast.parse("AutoConfig.from_pretrained(x, trust_remote_code=False)"))]
 
 

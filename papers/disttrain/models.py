@@ -203,7 +203,7 @@ def mllm(
                 layer_costs=(1.0,) * layers,
                 seconds={tp: backbone_s(size, tp, passes[1], assumed, overlapped) for tp in (1, 2, 4, 8)},
                 activation_bytes={tp: 34 * SEQUENCE * hidden * layers / tp for tp in (1, 2, 4, 8)},
-                boundary_s=2 * 2 * SEQUENCE * hidden / network,
+                boundary_s=dict.fromkeys((1, 2, 4, 8), 2 * 2 * SEQUENCE * hidden / network),
                 vpp_sizes=assumed.vpp_sizes,
                 equal_stages=assumed.equal_stages,
             ),

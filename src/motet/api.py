@@ -89,6 +89,11 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     config = _config(run, overrides)
     if config.model.generators:
         raise UserError("model.generators: cannot be profiled; leave cluster.costs out, and costs are computed")
+    if config.model.composite is not None:
+        raise UserError(
+            "model: the layers of a whole model's encoder run together and cannot be profiled one by one; leave "
+            "cluster.costs out, and costs are computed"
+        )
     from motet.costs.cost_model import ModuleCosts
     from motet.families.configured_graph import read_graph
     from motet.runtime.launch import launch

@@ -30,6 +30,7 @@ COMMANDS = {
     "distmm_pipe": "--width 32 --num-microbatches 2 --microbatch-size 2 --blocks 1 --steps-per-block 1",
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
+    "message_bytes": "--layers 2 --width 64 --microbatches 2 --tokens 8 --only pp",
     "pairs": "pairs.json --pairs 2",
     "pipeline_against_torch": f"{ENGINE} --microbatches 10 --samples 1 --tokens 8",
     "families": "families.json --only ^gpt2$",

@@ -159,6 +159,7 @@ def test_verify_that_fails_exits_with_1(
     assert "NOT equal to one process" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_profile_in_float64(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

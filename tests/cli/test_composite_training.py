@@ -19,6 +19,10 @@ from motet.data.composite import turn_parts
 def answer(model, processor, record, folder):
     """To the first turn, by transformers alone."""
     question = record["conversations"][0]["value"]
+    if type(processor).__name__ == "VoxtralProcessor":
+        inputs = processor.apply_chat_template([{"role": "user", "content": voxtral_parts(question, record, folder)}])
+        made = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=11)
+        return processor.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     turn = {"role": "user", "content": turn_parts(question)}
     media = {}
     if record.get("image"):
@@ -33,6 +37,15 @@ def answer(model, processor, record, folder):
     end = processor.tokenizer.eos_token_id
     made = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0)
     return processor.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def voxtral_parts(question, record, folder):
+    """Parts of a turn in the form of mistral-common, which reads the files itself."""
+    files = iter(record.get("audio", ()))
+    return [
+        {"type": "audio", "path": str(folder / next(files))} if part["type"] == "audio" else part
+        for part in turn_parts(question)
+    ]
 
 
 def train_and_ask(name, folder, steps):

@@ -56,6 +56,7 @@ def test_losses_are_those_of_local_data_and_ranks_get_what_they_need(
     assert all("metadata" in rank for rank in remote["data"]["received_bytes"])
 
 
+@pytest.mark.campaign
 def test_replicas_share_the_pixels_out(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Two ranks with a copy of the encoder each get the half that is theirs."""
     layout = "parallel={planner: explicit, placement: parallel, num_microbatches: 2, explicit: {vision: {dp: %d}, %s}}"

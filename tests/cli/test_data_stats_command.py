@@ -42,6 +42,7 @@ def test_no_sample_has_a_modality(capsys: pytest.CaptureFixture[str], run_file: 
     assert (vision["share_of_samples"], vision["tokens"], vision["share_of_work"]) == (0.0, None, 0.0)
 
 
+@pytest.mark.campaign
 def test_without_torch(run_file: Path) -> None:
     result = run_blocked("data-stats", run_file)
     assert result.returncode == 0, result.stderr

@@ -17,6 +17,7 @@ def run_file(tmp_path: Path) -> Path:
     return write_tower_run(tmp_path)
 
 
+@pytest.mark.campaign
 def test_a_decoder_that_captions(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     give_decoder(run_file, "GPT2Config")
     planned = run(capsys, "plan", run_file)
@@ -39,6 +40,7 @@ def test_a_decoder_that_captions(capsys: pytest.CaptureFixture[str], run_file: P
     assert run(capsys, "plan", run_file, "--set", data)["fits"]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("planner", "family"), [("distmm", "GPT2Config"), ("auto", "BertConfig")])
 def test_planners_place_a_decoder(
     capsys: pytest.CaptureFixture[str], run_file: Path, planner: str, family: str

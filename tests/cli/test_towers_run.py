@@ -47,6 +47,21 @@ def test_plan_simulate_verify_train(capsys: pytest.CaptureFixture[str], run_file
     assert load_towers(trained["export"]).width == 8
 
 
+@pytest.mark.campaign
+def test_in_bfloat16(capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured costs, verification, and a training that goes on from its checkpoint."""
+    profile_quickly(monkeypatch)
+    half = ["--set", "train.dtype=bfloat16", "--set", "train.lr_schedule=constant"]
+    costs = run_file.with_name("costs.json")
+    run(capsys, "profile", run_file, *half, "--out", costs)
+    assert run(capsys, "plan", run_file, *half, "--set", f"cluster.costs={costs}")["costs"]["source"] != "analytic"
+    assert run(capsys, "verify", run_file, *half)["passed"]
+    whole = run(capsys, "train", run_file, *half, "--set", "train.steps=4")["losses"]
+    run(capsys, "train", run_file, *half, "--set", f"train.output={run_file.with_name('again')}")
+    more = ["--set", f"train.output={run_file.with_name('again')}", "--set", "train.resume=latest"]
+    assert run(capsys, "train", run_file, *half, *more, "--set", "train.steps=4")["losses"] == whole[2:]
+
+
 def test_held_out_losses_are_those_of_whole_contrastive_batches(
     capfd: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
@@ -77,6 +92,7 @@ def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
 
 
+@pytest.mark.campaign
 def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Both towers of one CLIPModel: the loss is that of transformers' own model, and what is exported is it again."""
     model, _ = give_stored_clip(run_file)
@@ -215,6 +231,7 @@ def test_files_in_which_items_are_lacking(capsys: pytest.CaptureFixture[str], ru
     expect_mistake(capsys, ["profile", run_file], "profile: no sample of the first global batch has anything for text")
 
 
+@pytest.mark.campaign
 def test_profile_and_plans_of_others(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from checkout import ROOT
 from PIL import Image
@@ -148,6 +149,7 @@ def test_no_family_needs_torch(tmp_path: Path) -> None:
     assert planned_modules(tmp_path, [run for run, _ in expected]) == [modules for _, modules in expected]
 
 
+@pytest.mark.campaign
 def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
     """A stored model whose parts' configurations are nested, its tokenizer and its processors."""
     Image.new("RGB", (60, 40)).save(tmp_path / "cat.png")

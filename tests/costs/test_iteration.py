@@ -291,8 +291,8 @@ def test_what_a_group_exchanges_is_part_of_what_it_computes(sequence_parallel):
     assert with_links.group_communication_s(Compute(Kind.FORWARD, CELL)) > 0
 
 
-def test_a_step_under_autocast_sends_half():
-    wide, cast = (bind(small_plan(), memory=MemoryOptions(autocast_bytes=width)) for width in (None, 2))
+def test_a_step_in_bfloat16_sends_half():
+    wide, cast = (bind(small_plan(), memory=MemoryOptions(activation_bytes=width)) for width in (4, 2))
     between = Message(Cell("text", 0, 0, 1), Cell("text", 0, 1, 1), True, 2, 1)
     assert 2 * cast.message_bytes(between) == wide.message_bytes(between)
     cell = Cell("text", 0, 0, 0)

@@ -1,6 +1,7 @@
 """Bytes by formula against what torch's autograd really saves, and against tensors counted by hand."""
 
 import copy
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +11,25 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import microbatch_load
-from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
-from motet.parallel.split_backward import CastWeights, make_splittable
+from motet.parallel.saved_tensors import save_less
+from motet.parallel.split_backward import make_splittable
 
-OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}
+OPTIONS = {
+    "float32": MemoryOptions(),
+    "bfloat16": MemoryOptions(
+        parameter_bytes=2, activation_bytes=2, gradient_bytes=4, optimizer_bytes=12, saves_less=True
+    ),
+}
 
 
 def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=1, features=None):
     """Of all different tensors that autograd keeps, parameters left out: of several microbatches one after the other,
-    what each brought. In bfloat16 under autocast, with the weights' copies shared as in a step."""
+    what each brought."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     kept, sizes = {}, []
 
@@ -34,24 +41,23 @@ def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=
         return tensor
 
     make_splittable(stage)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
     outputs = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), CastWeights():
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks if dtype == "float32" else save_less(torch.bfloat16, keep):
         for _ in range(num_microbatches):
             sizes.append(0)
-            own = None if hidden is None else hidden.detach().clone().requires_grad_()
-            with autocast:
-                output = stage(StageInput(samples, features or [{} for _ in samples], own))
-                outputs.append(output.hidden if output.loss is None else output.loss)
+            own = None if hidden is None else hidden.to(getattr(torch, dtype), copy=True).requires_grad_()
+            output = stage(StageInput(samples, features or [{} for _ in samples], own))
+            outputs.append(output.hidden if output.loss is None else output.loss)
     assert all(output.requires_grad for output in outputs)
     return sizes
 
 
-def block_stage(name, recompute=False):
+def block_stage(name, dtype="float32", recompute=False):
     config, model_class = copy.deepcopy(EVERY_MODEL[name])
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    model = model_class(config)
+    model = model_class(config).to(getattr(torch, dtype))
     if name in ("llama", "qwen3", "gemma3", "phi3", "mistral"):
         return LanguageModelStage("m", model, (1, 3), recompute=recompute), [
             Sample("a", {"m": (Segment(96),)}),
@@ -84,34 +90,27 @@ def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False, dty
     )
 
 
-def cast_bytes(name, dtype, layers=(1, 3)):
-    layers = module_workload(EVERY_MODEL[name][0]).layers[slice(*layers)]
-    return sum(cast_weight_bytes(layer, tp_size=1, options=OPTIONS[dtype]) for layer in layers)
-
-
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma3", "phi3", "siglip", "clip", "dinov2", "dinov2-swiglu", "qwen2_5_vl", "whisper"]
 )
 @pytest.mark.parametrize("weight_gradient", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_activations(name, weight_gradient, dtype):
-    """In bfloat16 the first microbatch makes the copies of the weights, to the byte as predicted; no other does."""
-    stage, samples = block_stage(name)
+    stage, samples = block_stage(name, dtype)
     for parameter in stage.parameters():
         parameter.requires_grad_(weight_gradient)
     hidden = torch.randn(stage.input_shape(samples))
-    first, second, third = measured_bytes(stage, hidden, samples, dtype=dtype, num_microbatches=3)
+    first, second = measured_bytes(stage, hidden, samples, dtype=dtype, num_microbatches=2)
     predicted = predicted_bytes(name, samples, weight_gradient=weight_gradient, dtype=dtype)
-    assert predicted == pytest.approx(second, rel=0.2)
-    assert second == third
-    assert first - second == cast_bytes(name, dtype)
-    assert (first > second) == (dtype == "bfloat16")
+    # The values of Qwen2.5-VL keep the queries and keys that the same product made: a third of what is left.
+    assert predicted == pytest.approx(second, rel=0.25 if name == "qwen2_5_vl" else 0.2)
+    assert first == second
 
 
 @pytest.mark.parametrize("name", ["llama", "siglip"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recomputed_blocks_keep_their_input_only(name, dtype):
-    stage, samples = block_stage(name, recompute=True)
+    stage, samples = block_stage(name, dtype, recompute=True)
     stage.train()
     hidden = torch.randn(stage.input_shape(samples))
     (measured,) = measured_bytes(stage, hidden, samples, dtype=dtype)
@@ -121,12 +120,12 @@ def test_recomputed_blocks_keep_their_input_only(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_keeps_a_float32_for_each_logit(dtype):
+def test_a_head_keeps_its_logits(dtype):
     config, model_class = copy.deepcopy(EVERY_MODEL["llama"])
     config.vocab_size = 2048
     samples = [Sample(name, {"m": (Segment(48),)}, {"m": 40}) for name in "ab"]
     layers = (3, 4)
-    stage = LanguageModelStage("m", model_class(config), layers)
+    stage = LanguageModelStage("m", model_class(config).to(getattr(torch, dtype)), layers)
     labels = torch.arange(48)
     labels[:8] = -100
     features = [{"input_ids": torch.arange(48), "labels": labels} for _ in samples]
@@ -137,29 +136,11 @@ def test_a_head_keeps_a_float32_for_each_logit(dtype):
     (head,) = workload.layers[slice(*layers)]
     options, gradients = OPTIONS[dtype], {"input_gradient": True, "weight_gradient": True}
     predicted = saved_layer_bytes(head, load, **gradients, recompute=False, tp_size=1, options=options)
-    assert predicted == pytest.approx(second, rel=0.05)
-    assert predicted > 80 * 2048 * 4
-    assert first - second == cast_weight_bytes(head, tp_size=1, options=options)
-
-
-def test_fully_sharded_stages_keep_weights_for_each_microbatch():
-    (layer,) = module_workload(EVERY_MODEL["llama"][0]).layers[1:2]
-    load = microbatch_load(module_workload(EVERY_MODEL["llama"][0]), "m", [Sample("a", {"m": (Segment(8),)})])
-    for options in OPTIONS.values():
-        shared, own = (
-            saved_layer_bytes(
-                layer,
-                load,
-                input_gradient=True,
-                weight_gradient=True,
-                recompute=False,
-                tp_size=1,
-                options=options,
-                fully_sharded=fully_sharded,
-            )
-            for fully_sharded in (False, True)
-        )
-        assert own - shared == cast_weight_bytes(layer, tp_size=1, options=options)
+    # What this model's norm keeps beside its input.
+    normalized = 0 if options.saves_less else 2 * 48 * 64 * 4
+    assert predicted + normalized == pytest.approx(second, rel=0.02)
+    assert predicted > 80 * 2048 * options.activation_bytes
+    assert first == second
 
 
 def test_parameters_gradients_and_moments():
@@ -170,12 +151,15 @@ def test_parameters_gradients_and_moments():
         found = static_layer_bytes(
             layer, trainable=trainable, tp_size=1, num_holders=num_holders, options=MemoryOptions(**options)
         )
-        assert found.weights == size
+        assert found.weights == options.get("parameter_bytes", 4) * layer.num_parameters
         assert found.gradients == (size if trainable else 0)
         return sum(found)
 
     assert static(False) == size
     assert static(True) == 4 * size
+    # A parameter of 2 bytes, its gradient of 4, and of master and moments half of 12.
+    in_bfloat16 = static(True, num_holders=2, **{**asdict(OPTIONS["bfloat16"]), "zero1": True})
+    assert in_bfloat16 == 12 * layer.num_parameters
     assert static(True, num_holders=2) == 4 * size
     assert static(True, num_holders=2, zero1=True) == 3 * size
     assert static(True, optimizer_bytes=12) == 5 * size

@@ -6,6 +6,7 @@ import pytest
 import torch
 from composite_run import composite_run, write_conversations
 from tiny_composites import COMPOSITES
+from transformers import AutoProcessor
 
 from motet.assignment.sample import IGNORED_LABEL
 from motet.config import RunConfig
@@ -31,7 +32,7 @@ def test_answers_have_labels_and_placeholders_are_as_many_as_layouts_say(name, t
         ids, labels = text["input_ids"], text["labels"]
         assert sample.num_tokens(LANGUAGE_MODEL) == len(ids) == len(labels)
         answer = tokenizer.decode(labels[labels != IGNORED_LABEL])
-        assert answer == f"It is {index * 37 % 10}.<eos>"
+        assert answer == f"It is {index * 37 % 10}.{tokenizer.eos_token if name == 'voxtral' else '<eos>'}"
         assert sample.num_loss_tokens[LANGUAGE_MODEL] == int((labels != IGNORED_LABEL).sum())
         for module, own in functions.items():
             tokens = torch.tensor([function.token_id for function in own])
@@ -43,6 +44,22 @@ def test_answers_have_labels_and_placeholders_are_as_many_as_layouts_say(name, t
             assert sum(segment.num_tokens for segment in placed) == sample.num_outputs(module)
             if sample.has(module):
                 assert any(value.is_floating_point() for value in data.train.features(index, module).values())
+
+
+def test_voxtral_reads_a_conversation_as_mistral_common_does(tmp_path):
+    config = run_config(tmp_path, "voxtral")
+    data = open_data(config)
+    processor = AutoProcessor.from_pretrained(config.model.composite.path)
+    whole = data.preparation.modules[LANGUAGE_MODEL].whole
+    records = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+
+    for index in (0, 1, 2):
+        audio = [{"type": "audio", "path": str(tmp_path / file)} for file in records[index].get("audio", ())]
+        question = {"type": "text", "text": f"What is the number {index}?"}
+        theirs = processor.apply_chat_template([{"role": "user", "content": [*audio, question]}])
+        assert whole.prompt(data.train.examples[index]) == theirs["input_ids"][0].tolist()
+        if audio:
+            assert torch.equal(data.train.features(index, "audio")["input_features"], theirs["input_features"])
 
 
 def test_metadata_alone_are_those_of_the_data(tmp_path):

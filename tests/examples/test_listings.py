@@ -23,6 +23,7 @@ def assert_learnt(said: str) -> None:
     assert sum(losses[-3:]) / 3 < 0.6 * losses[0], losses
 
 
+@pytest.mark.campaign
 def test_a_listing_learns_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     finished = subprocess.run(

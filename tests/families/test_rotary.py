@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from stage_chain import LossAndGradients, largest_difference, run_chain, run_whole, text_samples
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -11,7 +12,6 @@ from motet.errors import UserError
 from motet.families.rotary import SequenceRotary, depends_on_length
 from motet.families.tiny import HEAD_DIM, THRESHOLD, perturb, tiny_config
 from motet.models.materialize import float64_throughout
-from motet.models.stage_chain import LossAndGradients, largest_difference, run_chain, run_whole, text_samples
 from motet.models.stages.language_model import LanguageModelStage
 from motet.runtime.verification.family_probe import LENGTHS, TRIALS, probe
 

@@ -185,6 +185,7 @@ def test_the_closed_form_is_what_the_simulator_finds():
     assert evaluation.iteration_time_s <= simulated.iteration_time_s * (1 + 1e-9)
 
 
+@pytest.mark.campaign
 def test_frozen_problems_compute_the_passes_of_their_setting():
     """Forward, input gradient, weight gradient: what stays of a module's backward is what its passes leave."""
     named = dict(problems())

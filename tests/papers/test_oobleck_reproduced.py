@@ -111,6 +111,7 @@ def test_models_need_the_nodes_that_their_states_fill() -> None:
     assert fewest == {"BERT-Large": 1, "GPT-2": 1, "GPT-3 Medium": 1, "GPT-3 2.7b": 2, "GPT-3 6.7b": 3}
 
 
+@pytest.mark.campaign
 def test_problems_are_the_papers_models():
     for model, (what, problem) in zip(MODELS, problems(), strict=True):
         assert model.name in what

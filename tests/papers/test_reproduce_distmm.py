@@ -151,6 +151,7 @@ def test_the_ranges_of_figure_7_are_met():
         assert row.ratio == pytest.approx(1, abs=0.15), what
 
 
+@pytest.mark.campaign
 def test_what_is_said_is_what_is():
     found = rows()
     other = {what: row for (table, what), row in found.items() if table == "Figure 7 under other assumptions"}

@@ -58,6 +58,15 @@ class TestWhatChangesAttention:
         with probing(), refused:
             stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
+    def test_masks_that_are_not_known(self) -> None:
+        """Llama 4's. They would run as full attention."""
+        model = tiny_llama()
+        model.config.layer_types = ["chunked_attention", *["full_attention"] * (model.config.num_hidden_layers - 1)]
+        stage = LanguageModelStage("language_model", model, (0, num_causal_layers(model)))
+        refused = pytest.raises(UserError, match=r"language_model has layers of chunked_attention.*; use cp 1")
+        with probing(), refused:
+            stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
+
     @pytest.mark.parametrize("name", CHANGES_OF_ATTENTION)
     def test_is_never_ignored(self, name: str) -> None:
         """Also where a model hands it on without a key in its configuration that we know."""
@@ -87,4 +96,4 @@ class TestHeld:
         documents = (Document((Segment(num_tokens),)),)
         for rank in range(size):
             cp = ContextParallel(None, rank, size, ContextOptions(block_size=16))
-            assert num_rows(documents, RULES, cp) == len(ContextSequence(documents, RULES, cp, CPU).tokens)
+            assert num_rows(documents, RULES, cp) == len(ContextSequence(documents, RULES, cp, CPU).host_tokens)

@@ -107,6 +107,7 @@ def test_frozen_subsets(freeze: Any) -> None:
     run_distributed(lambda rank: assert_equal(rank, 2, cases, prepare=freeze), 2)
 
 
+@pytest.mark.campaign
 def test_checkpointing_equals() -> None:
     def checkpoint(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

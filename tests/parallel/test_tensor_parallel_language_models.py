@@ -102,12 +102,13 @@ def _compare(rank: int, packing: bool, recompute: bool, with_loss: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("packing", "recompute"), [(True, False), (False, True), *in_campaigns([(False, False), (True, True)])]
+    ("packing", "recompute"), [(True, False), *in_campaigns([(False, True), (False, False), (True, True)])]
 )
 def test_stages_equal_one_process(packing: bool, recompute: bool) -> None:
     run_distributed(compare, 2, packing, recompute, True)
 
 
+@pytest.mark.campaign
 def test_microbatch_without_loss_tokens() -> None:
     run_distributed(compare, 2, True, False, False)
 

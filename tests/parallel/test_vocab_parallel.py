@@ -5,7 +5,9 @@ import torch
 from distributed import run_distributed
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from motet.parallel import vocab_parallel
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.parallel.vocab_parallel import cross_entropy_sum, shard_embedding, shard_head, vocabulary_group
 
@@ -35,6 +37,43 @@ def test_cross_entropy_equals(scale: float, tp_size: int) -> None:
         torch.testing.assert_close(part.grad, whole.grad.chunk(tp_size, -1)[rank], rtol=1e-12, atol=1e-13)
 
     run_distributed(compare, tp_size)
+
+
+def test_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 rows of 12 logits, three at a time."""
+    logits, labels = logits_and_labels(1.0, torch.float64)
+    found = []
+    for num_elements in (vocab_parallel.CHUNK_ELEMENTS, 40):
+        monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", num_elements)
+        own = logits.clone().requires_grad_()
+        loss = cross_entropy_sum(own, labels, None)
+        loss.backward()
+        found.append((loss, own.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-15, atol=1e-15)
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor of float32 that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def test_bfloat16_logits_are_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", 40)
+    logits, labels = logits_and_labels(1.0, torch.bfloat16)
+    own = logits.requires_grad_()
+    with Sizes() as sizes:
+        cross_entropy_sum(own, labels, None).backward()
+    assert 0 < sizes.largest <= 40
 
 
 def test_cross_entropy_without_loss_tokens_is_zero() -> None:

@@ -55,6 +55,7 @@ def by_hand(problem: PlanningProblem, tower_dp: int, per_batch: int) -> float:
     return evaluate(problem, plan).iteration_time_s
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("contrastive_batch_size", [512, 128])
 def test_the_plan_is_near_the_best_of_those_made_by_hand(tmp_path: Path, contrastive_batch_size: int) -> None:
     """The decoder waits for its tower's first microbatch, so several of them are needed, or several batches."""

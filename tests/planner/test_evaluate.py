@@ -30,6 +30,11 @@ def test_folded_and_whole_tell_the_same(schedule):
     found = report_evaluation(folded, dtype="float32")
     for key in ("bubble_fraction", "time_shares_s"):
         assert found.pop(key) == pytest.approx(expected.pop(key))
+    by_rank = [
+        {rank: row["bytes"] for row in report.pop("memory_by_kind") for rank in row["ranks"]}
+        for report in (found, expected)
+    ]
+    assert by_rank[0] == by_rank[1]
     assert found == expected
     gpu = replace(problem, cluster=replace(problem.cluster, device=replace(problem.cluster.device, name="gpu")))
     assert replace(folded, problem=gpu).mfu("float32") == pytest.approx(replace(whole, problem=gpu).mfu("float32"))

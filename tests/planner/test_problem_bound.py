@@ -84,6 +84,7 @@ def every_cut(num_layers, max_stages):
 FREE = LinkCost(latency_s=0.0, bytes_per_s=1e18)
 
 
+@pytest.mark.campaign
 def test_the_best_of_all_plans_is_not_faster_and_often_near():
     """Exhaustive: a language model of five layers, every cut, placement, size and schedule."""
     ratios = []

@@ -29,7 +29,7 @@ def run(trial: Trial) -> Outcome:
         raise
 
 
-@pytest.mark.parametrize("phase", [*PHASES[:5:2], *in_campaigns(PHASES[1:6:2])])
+@pytest.mark.parametrize("phase", [PHASES[2], *in_campaigns([*PHASES[:2], *PHASES[3:6]])])
 def test_one_trial_for_each_phase(phase: str) -> None:
     outcome = run(draw_trial("11", phase, "alike"))
     assert outcome.killed

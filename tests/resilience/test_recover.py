@@ -110,6 +110,7 @@ def test_a_node_that_is_warned_leaves_after_the_iteration(tmp_path: Path) -> Non
     assert kinds == [[("leaving", 1)], [("left", 1), ("left", 0)]]  # One pipeline.
 
 
+@pytest.mark.campaign
 def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

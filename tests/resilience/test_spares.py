@@ -41,6 +41,7 @@ def kinds(log: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(change["kind"], change["node"]) for line in log for change in line["changes"]]
 
 
+@pytest.mark.campaign
 def test_two_losses_within_one_recovery(tmp_path: Path) -> None:
     """One of each of two pipelines: each layer is left on one node, and training goes on without a restart."""
     config = config_of(tmp_path / "run", train__failures={"tolerate": 1, "detect_s": 10, "restarts": 0})

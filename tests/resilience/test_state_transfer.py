@@ -69,6 +69,7 @@ def test_stages_that_share_tokens_become_others(tmp_path: Path, sizes: tuple[int
     lose(config, templates, plan, rank)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("templates_of", "sizes", "rank"),
     [
@@ -92,6 +93,7 @@ def test_encoders_that_share_tokens_become_others(
     lose(config, templates, plan, rank)
 
 
+@pytest.mark.campaign
 def test_shared_parameters_are_copied_from_those_that_keep_them(tmp_path: Path) -> None:
     config, templates, plan = unlike_on_nodes_of_three(unlike_config(tmp_path, 3), sharded_templates, (1, 2))
     assert plan.modules["language_model"].fully_sharded

@@ -219,6 +219,7 @@ def held_under(plan: Plan, nodes: Sequence[int], size: int) -> dict[int, set[tup
     return held
 
 
+@pytest.mark.campaign
 @examples(300)
 @given(st.integers(0, 2**32))
 def test_while_some_living_node_holds_each_layer_training_goes_on(seed: int) -> None:

@@ -179,6 +179,7 @@ def test_some_had_updated_what_they_keep_and_others_had_not(tmp_path: Path) -> N
     assert failure["done"].startswith("went on with step 4")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "templates_of", [sharded_templates, *in_campaigns([tensor_parallel_templates, encoder_sharing_templates])]
 )
@@ -191,6 +192,7 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Made
     assert result["world_size"] == 9
 
 
+@pytest.mark.campaign
 def test_given_layouts_whose_modules_are_fully_sharded(tmp_path: Path) -> None:
     """Three pipelines, of which two are lost one after the other: losses and all that the last checkpoint holds are
     those of one pipeline with nothing shared."""
@@ -247,6 +249,7 @@ def test_who_stops_without_all_states_says_what_is_lost(tmp_path: Path) -> None:
         train_on_nodes(config, plan, templates, num_nodes=3, node_size=2)
 
 
+@pytest.mark.campaign
 def test_checkpoints_are_those_of_any_other_run(tmp_path: Path) -> None:
     """Each state is in them once; what has been written with ZeRO-1 goes on without it, and the other way round."""
     config = sharing(unlike_config(tmp_path / "sharing", 3, checkpoint_every=3, keep_checkpoints=9))

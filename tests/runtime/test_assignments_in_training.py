@@ -8,6 +8,7 @@ from training import first_samples, plan_of, run_config, train
 from motet.planner.from_run_file import assignment_by_costs
 
 
+@pytest.mark.campaign
 def test_the_loss_curve_is_that_of_the_batch_as_it_comes(tmp_path: Path) -> None:
     """50 steps with AdamW, in float64."""
     names = ("contiguous", "disttrain", "entrain")

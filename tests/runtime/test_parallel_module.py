@@ -123,6 +123,7 @@ def test_encoders_share_ranks() -> None:
     run_and_compare(3, spec, tiny_batch(MIXED[:3]))
 
 
+@pytest.mark.campaign
 def test_replicated_encoders_whose_copies_nobody_reads() -> None:
     spec = layout(ONE, ONE, TWO_STAGES, num_microbatches=2, microbatch_size=2, modality_parallelism="replicated")
     run_and_compare(2, spec, tiny_batch(MIXED[:4]))

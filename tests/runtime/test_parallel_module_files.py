@@ -192,6 +192,7 @@ def test_the_loss_is_differentiated_as_torch_does_it() -> None:
     assert max(run_distributed(work, 3)) < 1e-9
 
 
+@pytest.mark.campaign
 def test_a_clip_model_is_taken_away_as_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(
@@ -218,6 +219,7 @@ def test_a_clip_model_is_taken_away_as_one(tmp_path: Path) -> None:
     assert is_equal(CLIPModel.from_pretrained(tmp_path / "clip", dtype=torch.float64).state_dict(), changed)
 
 
+@pytest.mark.campaign
 def test_checkpoints_go_to_and_from_motet_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = write_tiny_run(tmp_path)
     layout = "{num_microbatches: 2, planner: explicit, explicit: {vision: {}, audio: {}, language_model: {}}}"

@@ -18,8 +18,8 @@ COMPARED = ("iteration_time_s", "throughput_samples_per_s", "bubble_fraction", "
 CORRECTED: dict[Path, dict[str, dict[str, float]]] = {
     folder: json.loads((folder / "corrected.json").read_text()) for folder in {case[0] for case in COMMANDS}
 }
-"""Predictions that have changed since, by the name of the command: shapes are read from the modules now, and computed
-costs are calibrated (docs/accuracy.md)."""
+"""Predictions that have changed since, by the name of the command: shapes are read from the modules now, computed costs
+are calibrated (docs/accuracy.md), and training in bfloat16 keeps less (docs/decisions/bfloat16.md)."""
 MOST_CORRECTED = 0.16
 """Of what does not depend on computed seconds: memory, and all predictions from measured costs."""
 TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]
@@ -45,15 +45,19 @@ def test_predictions_are_the_same(
     monkeypatch.chdir(folder)
     now, then = run(folder, name, capsys)
     corrected = CORRECTED[folder].get(name, {})
+    run_files = [Path(word) for word in COMMANDS[folder, name] if word.endswith(".yaml")]
+    is_half = any("dtype: bfloat16" in run_file.read_text() for run_file in run_files)
     for key in COMPARED:
         assert now[key] == pytest.approx(corrected.get(key, then[key]), rel=1e-12, abs=1e-15), key
         is_chosen = COMMANDS[folder, name][0] == "plan"  # By what layers take, where a planner has a choice.
-        if now["costs"]["source"] != "analytic" or (key == "peak_memory_bytes" and not is_chosen):
+        if key == "peak_memory_bytes" and is_half:
+            assert max(now[key]) < max(then[key]) * (1 + MOST_CORRECTED)
+        elif now["costs"]["source"] != "analytic" or (key == "peak_memory_bytes" and not is_chosen):
             # Shapes that were a little wrong, and tiny models in which that shows: see the changelog. Where a rank
             # holds next to nothing, messages, which have become smaller, are most of it.
             little = 0.002 * max(then[key]) if key == "peak_memory_bytes" else 0.0
             assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED, abs=little), key
-    assert now["schedule"] == then["schedule"]
+    assert now["schedule"] == corrected.get("schedule", then["schedule"])
     assert now["num_devices"] == then["num_devices"]
 
 

@@ -174,17 +174,19 @@ class RuledGroup(WrappedGroup):
         if name not in ("send", "recv"):
             what = _description(name, args)
             whats = {rank: what for rank in self.ranks if rank != self.ranks[self.place]}
-            return self._communicator(self.ranks, is_pair=False).issue(whats, lambda: [run(*args)])
+            return self._communicator(self.ranks, is_pair=False).issue(whats, lambda: [self.start(name, run, args)])
         tensors, peer, _ = args
         other, here = self.ranks[peer], self.ranks[self.place]
         ends = f"{here}>{other}" if name == "send" else f"{other}>{here}"
         what = f"{ends} {_shape(tensors[0])}"
         if self._batch is not None:
-            self._batch.append((other, what, lambda: run(*args)))
+            self._batch.append((other, what, lambda: self.start(name, run, args)))
             return _Batched()
         # Without its tag no message overtakes another.
         pair = tuple(sorted((here, other)))
-        return self._communicator(pair, is_pair=True).issue({other: what}, lambda: [run(tensors, peer, 0)])
+        return self._communicator(pair, is_pair=True).issue(
+            {other: what}, lambda: [self.start(name, run, (tensors, peer, 0))]
+        )
 
     def run_batch(self, add: Callable[[], object]) -> list[dist.Work]:
         """What `add` sends and receives is one operation of the whole group's communicator."""

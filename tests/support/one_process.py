@@ -15,7 +15,7 @@ from motet.config import RunConfig
 from motet.families.configured_graph import read_graph
 from motet.models.from_run_file import plain_nodes
 from motet.models.materialize import float64_throughout
-from motet.runtime.assembly import autocast_for, build_engine
+from motet.runtime.assembly import build_engine
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import Comparison, verify_batch
 
@@ -60,7 +60,6 @@ def verify(
             batch,
             lambda: plain_nodes(config, PLACEHOLDERS),
             dtype=scenario.dtype,
-            autocast=autocast_for(config, CPU),
         )
         after(engine, config, batch)
         return comparison

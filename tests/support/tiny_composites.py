@@ -1,8 +1,11 @@
 """Folders of tiny random models of several modalities, as save_pretrained writes them, with their own processors and
 tokenizers. Nothing is downloaded."""
 
+import base64
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -257,6 +260,72 @@ def _qwen2_5_omni_thinker(tokenizer: Any) -> tuple[dict[str, Any], Any]:
     )
 
 
+CONTROL_TOKENS = {
+    **dict(enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"])),
+    **{11: "<pad>", 17: "[SYSTEM_PROMPT]", 18: "[/SYSTEM_PROMPT]"},
+    **{24: "[AUDIO]", 25: "[BEGIN_AUDIO]", 34: "[TRANSCRIBE]"},
+}
+OTHER_CONTROL_TOKENS = (
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[TOOL_CONTENT]",
+)
+"""Tokens that mistral-common wants to exist."""
+_folder = TemporaryDirectory(prefix="motet-tekken-")
+
+
+def _write_tekken(path: Path) -> None:
+    """A vocabulary of mistral-common: one token a byte."""
+    others = iter(OTHER_CONTROL_TOKENS)
+    control = [CONTROL_TOKENS.get(i) or next(others, f"<SPECIAL_{i}>") for i in range(35)]
+    values = {
+        "config": {
+            "pattern": r"[^\r\n]+|[\r\n]+",
+            "num_vocab_tokens": 256,
+            "default_vocab_size": 256 + len(control),
+            "default_num_special_tokens": len(control),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)
+        ],
+        "special_tokens": [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(control)],
+        "audio": {
+            "sampling_rate": 16000,
+            "frame_rate": 12.5,
+            "audio_encoding_config": {"num_mel_bins": 128, "hop_length": 160, "window_size": 400},
+            "chunk_length_s": 30.0,
+        },
+    }
+    path.write_text(json.dumps(values))
+
+
+def _voxtral(tokenizer: Any) -> tuple[dict[str, Any], Any]:
+    """The sizes of sounds are those of every Voxtral: its processor has no others."""
+    pytest.importorskip("mistral_common", reason="Voxtral's processor needs mistral-common")
+    from transformers import MistralCommonBackend, VoxtralProcessor, WhisperFeatureExtractor
+
+    tekken = Path(_folder.name) / "tekken.json"
+    _write_tekken(tekken)
+    processor = VoxtralProcessor(
+        WhisperFeatureExtractor(feature_size=128), MistralCommonBackend(tokenizer_path=str(tekken))
+    )
+    audio = {
+        "hidden_size": 24,
+        "intermediate_size": 4 * 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = {"model_type": "llama", **TEXT, "head_dim": 8}
+    return {"audio_config": audio, "text_config": text, "audio_token_id": 24}, processor
+
+
 COMPOSITES: Mapping[str, Callable[[Any], tuple[dict[str, Any], Any]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -266,6 +335,7 @@ COMPOSITES: Mapping[str, Callable[[Any], tuple[dict[str, Any], Any]]] = {
     "smolvlm": _smolvlm,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,
+    "voxtral": _voxtral,
 }
 """By `model_type`: the configuration's values without ids of tokens, and the processor."""
 
@@ -296,8 +366,8 @@ def _made(name: str, tokenizer: Any) -> tuple[Any, Any]:
     }
     if name == "internvl":
         ids["image_token_id"] = tokenizer.convert_tokens_to_ids(tokenizer.context_image_token)
-    values["text_config"] = {**values["text_config"], "vocab_size": len(tokenizer)}
-    return CONFIG_MAPPING[name](**values, **ids), processor
+    values["text_config"] = {**values["text_config"], "vocab_size": len(processor.tokenizer)}
+    return CONFIG_MAPPING[name](**{**ids, **values}), processor
 
 
 def save_tiny_composite(name: str, folder: Path, *, seed: int = 0) -> Path:

@@ -1,6 +1,8 @@
 """A process group of torch.distributed that hands every operation on to gloo, for backends of tests.
 
-A backend of tests derives from `WrappedGroup`, overrides `issue`, and is registered with `register`.
+A backend of tests derives from `WrappedGroup`, may override `issue`, and is registered with `register`. Tensors of a
+device travel over pinned memory of the host, so several ranks can share one GPU, which NCCL refuses: `WrappedGroup`
+itself is that backend.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,7 @@ COLLECTIVES = (
 class WrappedGroup(ProcessGroup):
     """One group's operations, executed by gloo."""
 
-    backend_name: str
+    backend_name = "staged_gloo"
     """The backend's name, as `torch.distributed.init_process_group` takes it."""
 
     def __init__(self, options: Any, _: object) -> None:
@@ -56,8 +58,16 @@ class WrappedGroup(ProcessGroup):
         self.inner._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
 
     def issue(self, name: str, run: Run, args: tuple[Any, ...]) -> dist.Work:
-        """Called for every operation. `run(*args)`: starts it on gloo."""
-        raise NotImplementedError
+        """Called for every operation. `run(*args)`: starts it on gloo, with tensors of the host."""
+        return self.start(name, run, args)
+
+    def start(self, name: str, run: Run, args: tuple[Any, ...]) -> dist.Work:
+        """Starts the operation on gloo. Results are on the device once the work has been waited for."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        work = run(*_on_host(args, pairs))
+        # Operations write into their first argument, except that a send only reads it.
+        written = set() if name == "send" or not args else {id(tensor) for tensor in _tensors(args[0])}
+        return _StagedWork(work, [pair for pair in pairs if id(pair[0]) in written], pairs) if pairs else work
 
     def getBackendName(self) -> str:
         return self.backend_name
@@ -67,6 +77,48 @@ class WrappedGroup(ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
         return self.issue("recv", self.inner.recv, (tensors, source, tag))
+
+
+class _StagedWork(dist._Work):
+    """`results`: tensors of a device, with those of the host for their values. `kept`: all that gloo uses."""
+
+    def __init__(
+        self,
+        work: dist.Work,
+        results: list[tuple[torch.Tensor, torch.Tensor]],
+        kept: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self._work, self._results, self._kept, self._has_ended = work, results, kept, False
+
+    def wait(self, *timeout: timedelta) -> bool:
+        if not self._has_ended:
+            self._work.wait(*timeout)
+            for tensor, host in self._results:
+                tensor.detach().copy_(host)
+            self._has_ended = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._has_ended
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _on_host(value: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """The value with copies in the place of a device's tensors. `pairs`: takes these and their copies."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(each, pairs) for each in value)
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return value
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    host.copy_(value.detach())
+    pairs.append((value, host))
+    return host
 
 
 def _handed_on(name: str) -> Callable[..., dist.Work]:

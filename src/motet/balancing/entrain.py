@@ -32,7 +32,6 @@ from functools import cache
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from motet.assignment.batch_assignment import BatchAssignment, Microbatch, assignment_of_shares, microbatches_of_shares
 from motet.assignment.sample import Sample
@@ -114,6 +113,8 @@ def bottleneck_matching(after: Floats, alone: Floats, squares: Floats) -> Matchi
     `squares` [i, j]: what the pair adds to the sum of squares; it decides between matchings of the same T*.
 
     Raises `ValueError` if the numbers of overloaded and underloaded microbatches differ."""
+    from scipy.optimize import linear_sum_assignment  # Takes most of a second to import.
+
     if after.shape != (len(alone), len(alone)):
         raise ValueError(f"{len(alone)} overloaded microbatches, but pairs of {after.shape}; give equal numbers")
     if not len(alone):
@@ -141,6 +142,8 @@ def _allowed(after: Floats, alone: Floats, limit: float) -> Bools:
 
 
 def _matches(after: Floats, alone: Floats, limit: float) -> bool:
+    from scipy.optimize import linear_sum_assignment  # Takes most of a second to import.
+
     forbidden = ~_allowed(after, alone, limit)
     rows, columns = linear_sum_assignment(forbidden)
     return not forbidden[rows, columns].any()

@@ -191,7 +191,8 @@ class TrainConfig(Section):
     """Whether parameters that no sample of a step reaches, as an encoder's in a step without images, are updated with a
     gradient of zero, so that moments and decay move them; otherwise they stay as they are, as in a plain loop."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the computation; bfloat16 is autocast, with float32 weights."""
+    """Type of parameters and computation. In bfloat16, gradients add up in float32 and the optimizer updates float32
+    masters."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0

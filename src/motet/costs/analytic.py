@@ -259,7 +259,7 @@ def analytic_table(
 ) -> CostTable:
     """The computed costs of a model.
 
-    `dtype_bytes`: size of an element between layers (4 under autocast). `speeds`: None: those of the catalogue."""
+    `dtype_bytes`: size of an element between layers. `speeds`: None: those of the catalogue."""
     costs = AnalyticCosts(
         cluster=cluster,
         dtype=dtype,

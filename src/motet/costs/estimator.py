@@ -326,7 +326,10 @@ class Estimator:
 
     def _gradients_with(self, name: str, sources: AbstractSet[str]) -> tuple[LayerGradients, ...]:
         """The gradients of a microbatch into which these modules bring a gradient."""
-        return gradients_of_layers(self.trainable[name], entries_of(name, sources, self.edges))
+        return self.remembered(
+            ("gradients", name, frozenset(sources)),
+            lambda: gradients_of_layers(self.trainable[name], entries_of(name, sources, self.edges)),
+        )
 
     def _times(self, name: str, tp: int, cp: int, works: Sequence[Work], *, sequence_parallel: bool) -> list[LayerTime]:
         """Each layer's time, added up over the kinds of microbatches."""
@@ -334,14 +337,22 @@ class Estimator:
         costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
         assert len(costs) == workload.num_layers, f"{name}: {len(costs)} layers in the table, not {workload.num_layers}"
         works = [work._replace(load=work.load.share(cp)) for work in works]
+        repeats = name in self.recompute
+        are_blocks = self.remembered(
+            ("blocks", name), lambda: [workload.has_block((i, i + 1)) for i in range(workload.num_layers)]
+        )
         times: list[LayerTime] = []
         known: dict[object, LayerTime] = {}
-        for i, cost in enumerate(costs):
-            recompute = name in self.recompute and workload.has_block((i, i + 1))
+        needed = zip(*(work.gradients for work in works), strict=True) if works else [()] * len(costs)
+        for cost, gradients, is_block in zip(costs, needed, are_blocks, strict=True):
+            recompute = repeats and is_block
             # Most layers are alike.
-            key = (id(cost), recompute, *(work.gradients[i] for work in works))
+            key = (id(cost), recompute, gradients)
             if key not in known:
-                parts = [_layer_time(cost, work.gradients[i], work.load, work.num_actions, recompute) for work in works]
+                parts = [
+                    _layer_time(cost, own, work.load, work.num_actions, recompute)
+                    for own, work in zip(gradients, works, strict=True)
+                ]
                 known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
             times.append(known[key])
         return times
@@ -351,37 +362,42 @@ class Estimator:
     def num_trainable(self, name: str, *, tp: int, ep: int = 1) -> list[int]:
         """Parameters of each layer with a gradient on each rank of a tensor-parallel group, whose experts `ep` ranks
         share."""
-        of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
-        return [layer.num_trained_per_rank(tp, ep) if trainable else 0 for layer, trainable in of_layers]
+        layers = self.workloads[name].layers
+        # Most layers are alike.
+        numbers = {number: layer.num_trained_per_rank(tp, ep) for number, layer in {id(x): x for x in layers}.items()}
+        of_layers = zip(layers, self.trainable[name], strict=True)
+        return [numbers[id(layer)] if trainable else 0 for layer, trainable in of_layers]
 
     def static_bytes(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False, ep: int = 1
     ) -> list[int]:
-        """Parameters, gradients, optimizer state and autocast's copies of each layer on each rank.
+        """Parameters, gradients and optimizer state of each layer on each rank.
 
         Under ZeRO-1 all ranks that hold the same shard share the optimizer state. The `cp` ranks of a fully sharded
         stage each keep a share, and the whole of layers outside of blocks, which are gathered for as long as the stage
-        computes; each microbatch makes its own copies there."""
+        computes."""
         num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
 
         def compute() -> list[int]:
-            options = self.memory.of(self.workloads[name])
-            static = [
-                sum(
+            workload, options = self.workloads[name], self.memory.of(self.workloads[name])
+            kinds = [
+                (id(layer), trainable) for layer, trainable in zip(workload.layers, self.trainable[name], strict=True)
+            ]
+            known = {
+                kind: sum(
                     static_layer_bytes(
                         layer,
-                        trainable=self.trainable[name][index],
-                        has_backward=self.gradients[name][index].any,
+                        trainable=kind[1],
                         tp_size=tp,
                         num_holders=num_holders,
                         options=options,
                         num_shares=num_shares,
-                        fully_sharded=fully_sharded,
                         ep=ep,
                     )
                 )
-                for index, layer in enumerate(self.workloads[name].layers)
-            ]
+                for kind, layer in dict(zip(kinds, workload.layers, strict=True)).items()  # Most layers are alike.
+            }
+            static = [known[kind] for kind in kinds]
             if not fully_sharded:
                 return static
             gathered = self._gathered_bytes(name, tp, cp)
@@ -407,7 +423,6 @@ class Estimator:
         *,
         cp: int = 1,
         packed: bool = False,
-        fully_sharded: bool = False,
         sequence_parallel: bool = False,
     ) -> list[int]:
         """Activations that each layer saves on each rank for the backward of a mean microbatch."""
@@ -417,16 +432,13 @@ class Estimator:
                 name,
                 self.typical_load(name, dp, cp=size, packed=packed),
                 tp=tp,
-                fully_sharded=fully_sharded,
                 sequence_parallel=sequence_parallel,
             )
             for size in (cp, 1)
         )
         return [(shared if workload.is_shared(layer) else whole)[i] for i, layer in enumerate(workload.layers)]
 
-    def saved_bytes_of_load(
-        self, name: str, load: Load, *, tp: int, fully_sharded: bool = False, sequence_parallel: bool = False
-    ) -> list[int]:
+    def saved_bytes_of_load(self, name: str, load: Load, *, tp: int, sequence_parallel: bool = False) -> list[int]:
         """Activations that each layer saves for the backward of a microbatch of this load."""
         layers = self.workloads[name].layers
 
@@ -441,25 +453,23 @@ class Estimator:
                     recompute=name in self.recompute,
                     tp_size=tp,
                     options=self.memory,
-                    fully_sharded=fully_sharded,
                     sequence_parallel=sequence_parallel,
                 )
                 for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
             }
             return [known[kind] for kind in kinds]
 
-        return self.remembered(("saved bytes", name, load, tp, fully_sharded, sequence_parallel), compute)
+        return self.remembered(("saved bytes", name, load, tp, sequence_parallel), compute)
 
     def gradient_bytes(self, name: str, *, tp: int) -> list[int]:
         """Gradients of each layer that its replicas sum."""
-        return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
+        return [number * self.memory.summed_bytes for number in self.num_trainable(name, tp=tp)]
 
     def boundary_bytes(
-        self, name: str, border: int, load: Load, *, num_shares: int = 1, num_row_shares: int = 1, saved: bool = False
+        self, name: str, border: int, load: Load, *, num_shares: int = 1, num_row_shares: int = 1
     ) -> float:
-        """The message that crosses the boundary before layer `border` for a microbatch of this load. `saved`: what the
-        receiver keeps of it for the backward."""
-        size = self.memory.activation_bytes if saved else self.memory.message_bytes
+        """The message that crosses the boundary before layer `border` for a microbatch of this load."""
+        size = self.memory.activation_bytes
         return boundary_bytes(
             self.workloads[name], border, load, size, num_shares=num_shares, num_row_shares=num_row_shares
         )
@@ -467,7 +477,7 @@ class Estimator:
     def output_bytes(self, name: str, dp: int = 1) -> float:
         """Bytes of a module's output to another module, for a mean microbatch."""
         num_outputs = sum(sample.num_outputs(name) for sample in self.samples) / (dp * self.num_microbatches)
-        return num_outputs * self.workloads[name].output_size * self.memory.message_bytes
+        return num_outputs * self.workloads[name].output_size * self.memory.activation_bytes
 
     def transferred_bytes(self, name: str) -> list[int]:
         """Parameters and optimizer state that a rank receives when it takes over a layer, whole.

@@ -118,7 +118,11 @@ class IterationCosts:
                 layer = self.cells.workload(name).layers[index]
                 gather = parameter_gather(layer, stage.tp_size, ranks, self.cluster, self.memory)
                 for rank in stage.ranks:
-                    result[rank] += gather.constant * (1 + module.is_trainable((index, index + 1)))
+                    result[rank] += gather.constant
+                    if module.is_trainable((index, index + 1)):
+                        result[rank] += parameter_gather(
+                            layer, stage.tp_size, ranks, self.cluster, self.memory, of_gradients=True
+                        ).constant
         return result
 
     def compute_s(self, action: Compute) -> float:
@@ -204,7 +208,7 @@ class IterationCosts:
             return 0
         layers = self.cells.workload(reduce.module).layers
         trainable = [i for i in range(reduce.first, reduce.last) if module.is_trainable((i, i + 1))]
-        return sum(layers[i].num_expert_weights // module.ep for i in trainable) * self.memory.parameter_bytes
+        return sum(layers[i].num_expert_weights // module.ep for i in trainable) * self.memory.summed_bytes
 
     def _expert_holders(self, reduce: Reduce) -> list[tuple[int, ...]]:
         """The ranks that hold the same experts; groups that are placed alike on the nodes occur once."""
@@ -220,6 +224,7 @@ class IterationCosts:
         if not self.memory.zero1:
             return 0.0
         groups, num_bytes = self._shard_groups(reduce)
+        num_bytes = num_bytes * self.memory.parameter_bytes // self.memory.summed_bytes
         return max(
             collective_seconds(self.cluster, "all_gather", ranks, num_bytes)
             * (len(ranks) - self.memory.num_keepers(len(ranks)))
@@ -318,7 +323,7 @@ class IterationCosts:
             workload,
             border,
             load,
-            self.memory.message_bytes,
+            self.memory.activation_bytes,
             num_shares=num_shares,
             num_row_shares=num_row_shares,
         )
@@ -331,7 +336,7 @@ class IterationCosts:
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
         outputs = self.cells.num_outputs(module, target)
-        return -(-sum([outputs[i] for i in samples]) // num_row_shares) * width * self.memory.message_bytes
+        return -(-sum([outputs[i] for i in samples]) // num_row_shares) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         number = self.routes.number_of_cell[cell]
@@ -382,7 +387,6 @@ class IterationCosts:
                 tp_size=kind.stage.tp_size,
                 options=self.memory,
                 sequence_parallel=module.sequence_parallel,
-                fully_sharded=module.fully_sharded,
             )
             for layer, needs, count in kind.different
         )
@@ -408,9 +412,9 @@ class IterationCosts:
         return sum(self.static_by_kind(rank).values())
 
     def static_by_kind(self, rank: int) -> dict[str, int]:
-        """`static_bytes` by kind: `weights`, `gradients`, `moments`, `casts` (autocast's copies), `gathered` (other
-        ranks' parameters and gradients while a fully sharded stage computes), `recomputed` (the largest graph that a
-        backward of recomputed features makes)."""
+        """`static_bytes` by kind: `weights`, `gradients`, `moments` (and masters), `gathered` (other ranks'
+        parameters and gradients while a fully sharded stage computes), `recomputed` (the largest graph that a backward
+        of recomputed features makes)."""
         static, gathered = StaticBytes(), 0
         for name, _, s, stage in self.plan.stages_of_rank(rank):
             run = (name, stage.layers, stage.tp_size, stage.cp_size, self.cells.gathers_by_block(name, s))
@@ -465,12 +469,10 @@ class IterationCosts:
             of_layer = static_layer_bytes(
                 workload.layers[index],
                 trainable=module.is_trainable((index, index + 1)),
-                has_backward=self._gradients[self.cells.owner(name)][index].any,
                 tp_size=tp_size,
                 num_holders=num_holders,
                 options=options,
                 num_shares=num_shares,
-                fully_sharded=module.fully_sharded,
                 ep=module.ep,
             )
             static = static.plus(of_layer)
@@ -531,8 +533,8 @@ class IterationCosts:
         workload = self.cells.workload(reduce.module)
         if reduce.tied:
             embed = workload.layers[reduce.first]
-            return embed.vocabulary * embed.hidden_size // tp_size * self.memory.parameter_bytes
-        return self._num_trainable(reduce.module, (reduce.first, reduce.last), tp_size) * self.memory.parameter_bytes
+            return embed.vocabulary * embed.hidden_size // tp_size * self.memory.summed_bytes
+        return self._num_trainable(reduce.module, (reduce.first, reduce.last), tp_size) * self.memory.summed_bytes
 
     def _num_trainable(self, name: str, layers: LayerRange, tp_size: int) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)

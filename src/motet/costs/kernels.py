@@ -12,7 +12,7 @@ and each result is written once (fused attention writes no scores).
 
 Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
 A layer with adapters computes weight gradients of these alone, and a backward ends at the first of them.
-Norms, residuals and losses are charged elements of the linears' width, though under autocast they are float32.
+Norms, residuals and losses are charged elements of the linears' width, though inside they are float32.
 Gathers of sequence parallelism at the ends of a stage belong to no layer and are not counted.
 """
 
@@ -109,7 +109,7 @@ def layer_kernels(
     """The kernels on each rank of a tensor-parallel group of this size.
 
     `element_bytes`: size of an element of activations and weights in kernels. `residual_bytes`: size of an element
-    between layers, which is float32 under autocast; None: the same. `charge`: what attention is charged for.
+    between layers; None: the same. `charge`: what attention is charged for.
 
     A block's linears and attention are divided among the group; two all-reduces of its tokens close each forward and
     each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers. With sequence parallelism each

@@ -2,20 +2,20 @@
 
 A linear saves its input if its weights or its adapter have a gradient; linears that read the same tensor share it.
 Attention saves queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation
-function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary a float32 for
-each logit. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
+function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary its
+logits. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
 what norms save, but not the inputs of linears, which each rank gathers.
 
-Under autocast, norms and tensors between layers stay in float32; everything else is in bfloat16. Each linear makes its
-own copy of its input. All microbatches share one copy of each weight (`motet.parallel.split_backward`), except weights
-of convolutions and of fully sharded stages, which each microbatch copies.
+In bfloat16, parameters and activations have 2 bytes, gradients 4, and the optimizer's state includes a float32 master
+(`motet.runtime.training.master_weights`). Root-mean-square norms compute in float32, but neither that nor the outputs
+of activation functions are kept (`motet.parallel.saved_tensors`).
 
 Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them. Nor
-are masks, and the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the
-activations of a narrow Llama).
+are masks, the keys and values that transformers' plain attention repeats for grouped heads under a mask (6% of the
+activations of a narrow Llama), and queries and keys that stay beside the values of one product after they are rotated.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
@@ -29,8 +29,6 @@ ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
 RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
-LOGIT_BYTES = 4
-"""The loss over a vocabulary is never computed in less than float32."""
 NUM_BUFFERS = 8
 """Number of largest messages for which schedules under a memory limit leave room. The messages that a rank holds are
 known only when the schedule is. In plans simulated so far there were six at most."""
@@ -39,11 +37,14 @@ known only when the schedule is. In plans simulated so far there were six at mos
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     parameter_bytes: int = 4
-    """Size of a parameter, gradient and moment: float32 (bfloat16 training is autocast)."""
+    """Size of a parameter, and of a moment unless `optimizer_bytes` says otherwise."""
+    gradient_bytes: int | None = None
+    """Size of a parameter's gradient; None: that of the parameter."""
     activation_bytes: int = 4
     """Size of an element between and within layers."""
-    autocast_bytes: int | None = None
-    """Size of an element in autocast's dtype; None: no autocast."""
+    saves_less: bool = False
+    """`motet.parallel.saved_tensors.save_less`: neither products in float32 nor results of activation functions are
+    saved."""
     zero1: bool = False
     """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
@@ -53,24 +54,19 @@ class MemoryOptions:
     """Optimizer state per parameter; None: its moments. In half precision it includes a float32 parameter."""
 
     @property
-    def message_bytes(self) -> int:
-        """Size of an element between stages: autocast's dtype, where there is one."""
-        return self.computed_bytes
-
-    @property
-    def computed_bytes(self) -> int:
-        """Size of an element in linears, attention and activation functions."""
-        return self.activation_bytes if self.autocast_bytes is None else self.autocast_bytes
+    def summed_bytes(self) -> int:
+        """Size of an element of a gradient, as replicas sum it."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     def num_keepers(self, num_holders: int) -> int:
         """Number of ranks, of `num_holders` with the same layers, that keep the optimizer state of a parameter."""
         return min(self.state_copies, num_holders) if self.zero1 else num_holders
 
     def of(self, workload: ModuleWorkload) -> "MemoryOptions":
-        """With the moving average as a further optimizer state, where the module has one."""
+        """With the moving average as a further optimizer state, as wide as a gradient, where the module has one."""
         if not workload.is_averaged:
             return self
-        return replace(self, optimizer_bytes=self.state_bytes + self.parameter_bytes)
+        return replace(self, optimizer_bytes=self.state_bytes + self.summed_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -92,9 +88,7 @@ class StaticBytes(NamedTuple):
     weights: int = 0
     gradients: int = 0
     moments: int = 0
-    """Optimizer state."""
-    casts: int = 0
-    """Autocast's copies of weights."""
+    """Optimizer state, masters included."""
 
     def plus(self, other: "StaticBytes") -> "StaticBytes":
         return StaticBytes(*(a + b for a, b in zip(self, other, strict=True)))
@@ -107,47 +101,31 @@ def static_layer_bytes(
     tp_size: int,
     num_holders: int,
     options: MemoryOptions,
-    has_backward: bool = False,
     num_shares: int = 1,
-    fully_sharded: bool = False,
     ep: int = 1,
 ) -> StaticBytes:
-    """Parameters, gradients, optimizer state and casts of one layer on one rank.
+    """Parameters, gradients and optimizer state of one layer on one rank.
 
-    `num_holders`: ranks that hold the same shard. `has_backward`: autocast's copy of the weights stays for all
-    microbatches, unless the stage is fully sharded. `num_shares`: ranks of a fully sharded stage, each of which keeps
+    `num_holders`: ranks that hold the same shard. `num_shares`: ranks of a fully sharded stage, each of which keeps
     an equal share of the rest. `ep`: ranks that share the experts."""
-    cast = cast_weight_bytes(layer, tp_size=tp_size, options=options) if has_backward and not fully_sharded else 0
     number = layer.num_parameters_per_rank(tp_size, ep)
     size = number * options.parameter_bytes
     if not trainable:
-        return StaticBytes(weights=-(-size // num_shares), casts=cast)
+        return StaticBytes(weights=-(-size // num_shares))
     num_trained = layer.num_trained_per_rank(tp_size, ep)
     num_experts = layer.num_expert_weights // ep if ep > 1 and not layer.num_adapter_parameters() else 0
     state = _state_bytes(num_trained - num_experts, num_holders, options)
     state += _state_bytes(num_experts, max(1, num_holders * tp_size // ep), options)
-    gradients = num_trained * options.parameter_bytes
+    gradients = num_trained * options.summed_bytes
     weights, of_gradients = size // num_shares, gradients // num_shares
     # Rounded up as one.
     moments = -(-(size + gradients + state) // num_shares) - weights - of_gradients
-    return StaticBytes(weights, of_gradients, moments, cast)
+    return StaticBytes(weights, of_gradients, moments)
 
 
 def _state_bytes(num_parameters: int, num_holders: int, options: MemoryOptions) -> int:
     """Optimizer state on one of the ranks that hold these parameters."""
     return -(-num_parameters * options.state_bytes * options.num_keepers(num_holders) // num_holders)
-
-
-def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:
-    """Autocast's copy of one layer's weights, which all microbatches of a step share if the layer has a backward."""
-    return _cast_bytes((linear for linear in layer.linears if linear.kernel_area == 1), layer, tp_size, options)
-
-
-def _cast_bytes(linears: Iterable[Linear], layer: LayerShape, tp_size: int, options: MemoryOptions) -> int:
-    if options.autocast_bytes is None or not layer.runs:
-        return 0
-    elements = sum(linear.num_weights // (tp_size if linear.cut else 1) for linear in linears)
-    return elements * options.autocast_bytes
 
 
 def gathered_bytes(
@@ -167,13 +145,14 @@ def gathered_bytes(
     sizes = [
         (
             layer.part == "block",
-            layer.num_parameters_per_rank(tp_size) + trainable * layer.num_trained_per_rank(tp_size),
+            layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
+            + trainable * layer.num_trained_per_rank(tp_size) * options.summed_bytes,
         )
         for layer, trainable in layers
     ]
     blocks = [size for is_block, size in sizes if is_block]
     rest = sum(size for is_block, size in sizes if not is_block)
-    whole = (rest + (max(blocks, default=0) if by_block else sum(blocks))) * options.parameter_bytes
+    whole = rest + (max(blocks, default=0) if by_block else sum(blocks))
     return whole if by_rows else whole - whole // num_shares
 
 
@@ -187,7 +166,6 @@ def saved_layer_bytes(
     tp_size: int,
     options: MemoryOptions,
     sequence_parallel: bool = False,
-    fully_sharded: bool = False,
 ) -> int:
     """Activations that one layer saves on one rank for the backward of one microbatch.
 
@@ -199,37 +177,35 @@ def saved_layer_bytes(
     if recompute and layer.part == "block" and layer.runs:
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
     trains_own = weight_gradient and not layer.num_adapter_parameters()
-    vectors = layer.saved_vectors + trains_own * layer.saved_vectors_for_weights
-    kept = tokens * layer.hidden_size * vectors / shared
-    computed = 0.0
+    vectors_for_weights = layer.saved_vectors_for_weights - options.saves_less * layer.float32_vectors
+    vectors = layer.saved_vectors + trains_own * max(0, vectors_for_weights)
+    elements = tokens * layer.hidden_size * vectors / shared
     if weight_gradient:
-        for linear in _inputs(layer, options):
+        for linear in _inputs(layer):
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
-            computed += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
-        computed += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
+            elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
+        elements += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
     for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
-        computed += 2 * heads * attention.mean_dim / tp_size
+        elements += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
-            kept += heads * attention.head_dim / tp_size
-            computed += trains_own * heads * attention.head_dim / tp_size
+            elements += (1 + (trains_own and not options.saves_less)) * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
         width = last.rows_per_token * last.in_features / last.kernel_area
-        computed += tokens * width * (3 if layer.gated else 1) / tp_size
-    own_weights = (linear for linear in layer.linears if fully_sharded or linear.kernel_area > 1)
-    return (
-        round(kept * options.activation_bytes + computed * options.computed_bytes)
-        + logit_bytes(layer, load, tp_size=tp_size, options=options)
-        + _cast_bytes(own_weights, layer, tp_size, options)
-    )
+        num_tensors = 3 if layer.gated else 1
+        if options.saves_less and (layer.gated or (weight_gradient and last in layer.trained_linears)):
+            num_tensors -= 1  # The function's output, or what is counted above as the last linear's input.
+        elements += tokens * width * num_tensors / tp_size
+    logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
+    return round(elements * options.activation_bytes) + logits
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
-    """The probabilities over a vocabulary, which the loss saves."""
+    """The logits, which the loss saves as the head has made them."""
     if layer.part != "head":
         return 0
     logits = sum(
@@ -237,7 +213,7 @@ def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryO
         for linear in layer.linears
         if linear.rows == "outputs" and linear.cut == "column"
     )
-    return round(logits * max(LOGIT_BYTES, options.activation_bytes))
+    return round(logits * options.activation_bytes)
 
 
 def boundary_bytes(
@@ -276,21 +252,19 @@ def half_saved_layer_bytes(
     if not weight_gradient or not layer.runs:
         return 0
     elements = 0.0
-    for linear in _inputs(layer, options):
+    for linear in _inputs(layer):
         width = linear.in_features / linear.kernel_area
         elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
     for linear in layer.trained_linears:
         elements += _rows(linear, layer, load) * linear.out_features / (tp_size if linear.cut == "column" else 1)
         # An adapter's second matrix has an input of its own, and the first an output gradient.
         elements += 2 * _rows(linear, layer, load) * linear.adapter_rank
-    return round(elements * options.computed_bytes)
+    return round(elements * options.activation_bytes)
 
 
-def _inputs(layer: LayerShape, options: MemoryOptions) -> Sequence[Linear]:
-    """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except under
-    autocast, where each makes its own copy. Of linears with adapters it is the adapters that save it."""
-    if options.autocast_bytes is not None:
-        return layer.trained_linears
+def _inputs(layer: LayerShape) -> Sequence[Linear]:
+    """One linear for each tensor that linears save. Adjacent linears of equal width share their input. Of linears with
+    adapters it is the adapters that save it."""
     groups = groupby(layer.trained_linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
     return [next(members) for _, members in groups]
 

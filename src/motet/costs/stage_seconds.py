@@ -172,11 +172,12 @@ class StageSeconds:
             passes = layer.passes(needs.input_gradient, needs.weight_gradient, recompute=recomputed or reruns)
             exchange = self._exchange(name, workload.layers[index], stage)
             gather = self._parameter_gather(name, workload.layers[index], stage)
+            scatter = self._parameter_gather(name, workload.layers[index], stage, of_gradients=True)
             forward += [passes.forward, exchange, gather]
             if is_gathered_in_backward(workload.layers[index], needs, gradients):
                 input_half.append(gather)
             if needs.weight_gradient:
-                weight_half.append(gather)  # The reduce-scatter of gradients sends as much.
+                weight_half.append(scatter)
             if recomputed and needs.any:
                 input_half += [layer.forward, exchange]
             if reruns:
@@ -225,17 +226,18 @@ class StageSeconds:
                 layer,
                 tp_size=kind.stage.tp_size,
                 sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
-                element_bytes=self.memory.computed_bytes,
+                element_bytes=self.memory.activation_bytes,
                 residual_bytes=self.memory.activation_bytes,
             )
             exchange = self._exchange(kind.module, layer, kind.stage)
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
+            scatter = self._parameter_gather(kind.module, layer, kind.stage, of_gradients=True).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
             input_half += [gather] * (int(is_gathered_in_backward(layer, needs, kind.gradients)) + int(reruns))
             input_half += [once] * (int(recomputed) + int(reruns))
             if needs.weight_gradient:
-                weight_half.append(gather)
+                weight_half.append(scatter)
             if needs.input_gradient:
                 again = total([exchange, *self._collectives(kernels.input_gradient, ranks)])
                 input_half.append(again.times(count))
@@ -295,7 +297,7 @@ class StageSeconds:
         replica, index = place_of(module, stage)
         stages = module.replicas[replica].stages
         terms = collective_terms(self.cluster, "all_gather", ranks)
-        s_per_byte = self.memory.message_bytes / terms.bytes_per_s
+        s_per_byte = self.memory.activation_bytes / terms.bytes_per_s
 
         def gather(rows: str, width: int) -> Quadratic:
             per_row = width * s_per_byte
@@ -328,12 +330,16 @@ class StageSeconds:
             inputs.append(rows.times(shared / entering)._replace(constant=shared * rows.constant))
         return total(inputs), total(gradients)
 
-    def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Seconds of one action's gathers of parameters; zero where they are gathered once in a step."""
+    def _parameter_gather(
+        self, module: str, layer: LayerShape, stage: Stage, *, of_gradients: bool = False
+    ) -> Quadratic:
+        """Seconds of one action's gathers of parameters, or reduce-scatters of gradients; zero where parameters are
+        gathered once in a step."""
         planned = self.cells.plan.modules[module]
         if not planned.fully_sharded or not self.cells.gathers_by_block(module, place_of(planned, stage)[1]):
             return ZERO
-        return parameter_gather(layer, stage.tp_size, sharing_ranks(planned, stage), self.cluster, self.memory)
+        ranks = sharing_ranks(planned, stage)
+        return parameter_gather(layer, stage.tp_size, ranks, self.cluster, self.memory, of_gradients=of_gradients)
 
 
 def place_of(module: ModulePlan, stage: Stage) -> tuple[int, int]:
@@ -356,7 +362,7 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
         return ZERO
     terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size])
     width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
-    per_token = width * memory.computed_bytes * stage.cp_size / terms.bytes_per_s
+    per_token = width * memory.activation_bytes * stage.cp_size / terms.bytes_per_s
     return Quadratic(constant=terms.latency_s, per_token=per_token)
 
 
@@ -376,7 +382,7 @@ def token_exchange(
         return ZERO
     ranks = next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)
     terms = collective_terms(cluster, "all_to_all", ranks)
-    sent = token_exchange_bytes(layer, stage.tp_size, memory.computed_bytes)
+    sent = token_exchange_bytes(layer, stage.tp_size, memory.activation_bytes)
     # Before it, ranks exchange how many rows they send.
     return Quadratic(constant=3 * terms.latency_s, per_token=2 * EXPERT_IMBALANCE * sent / terms.bytes_per_s)
 
@@ -397,10 +403,17 @@ def token_gather(
 
 
 def parameter_gather(
-    layer: LayerShape, tp_size: int, ranks: Sequence[int], cluster: Cluster, memory: MemoryOptions
+    layer: LayerShape,
+    tp_size: int,
+    ranks: Sequence[int],
+    cluster: Cluster,
+    memory: MemoryOptions,
+    *,
+    of_gradients: bool = False,
 ) -> Quadratic:
     """Seconds in which the ranks that share a layer's parameters gather them, or reduce-scatter their gradients."""
-    num_bytes = layer.num_parameters_per_rank(tp_size) * memory.parameter_bytes
+    size = memory.summed_bytes if of_gradients else memory.parameter_bytes
+    num_bytes = layer.num_parameters_per_rank(tp_size) * size
     if len(ranks) == 1 or not num_bytes:
         return ZERO
     terms = collective_terms(cluster, "all_gather", ranks, num_bytes)

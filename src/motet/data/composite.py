@@ -25,6 +25,7 @@ from motet.data.encoder_layout import Layouts
 from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
 from motet.data.video_sampling import frame_times
+from motet.data.voxtral import VoxtralText, is_voxtral
 from motet.errors import UserError
 from motet.families.discovery.composite import Composite, FeatureFunction
 from motet.optional_packages import missing_package
@@ -269,6 +270,8 @@ def load_processor(part: PartConfig, given: str | None) -> Any:
         raise UserError("data.tokenizer: is missing, and the model has random weights; give the folder of a processor")
     try:
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+        if is_voxtral(processor):
+            return VoxtralText.of(processor, source)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         missing = missing_package(error)
         reason = str(missing) if missing else f"cannot be loaded: {' '.join(str(error).split())[:200]}"

@@ -64,7 +64,8 @@ class _Autoencoder:
     def _encoded(self, image: Any) -> tuple[np.ndarray, np.ndarray]:
         if self._model is None:
             try:
-                self._model = diffusion_class("AutoencoderKL").from_pretrained(self._folder).float().eval()
+                self._model = diffusion_class("AutoencoderKL").from_pretrained(self._folder, use_safetensors=True)
+                self._model.float().eval()
             except (OSError, ValueError, RuntimeError) as error:
                 text = " ".join(str(error).split())
                 raise UserError(f"{self._name}.autoencoder: {self._folder} cannot be loaded ({text})") from None

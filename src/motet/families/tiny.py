@@ -149,6 +149,9 @@ def _tiny_media(values: Mapping[str, Any]) -> dict[str, Any]:
             result[key] = list(range(1, 1 + min(len(value), NUM_LAYERS - 1)))
         elif key.startswith("vision_feature_layer") and isinstance(value, list | tuple):
             result[key] = [max(layer, -NUM_LAYERS) for layer in value]
+    wide, width = values.get("intermediate_size"), values.get("hidden_size")
+    if "num_mel_bins" in values and isinstance(wide, int) and isinstance(width, int) and wide % width == 0:
+        result["intermediate_size"] = wide // width * WIDTH  # As many rows become one for the projector (Voxtral).
     patch, side = values.get("patch_size"), values.get("image_size")
     if isinstance(patch, int) and isinstance(side, int):
         result["image_size"] = 4 * patch

@@ -70,7 +70,7 @@ def build_node(config: RunConfig, name: str, layers: LayerRange | None, dtype: t
 
 def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> dict[str, ModuleNode]:
     """The modules of the run file by transformers' own constructors, on the CPU, without dropout."""
-    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+    dtype = getattr(torch, config.train.dtype)
     if config.model.composite is None:
         nodes = {name: _plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
         for node in nodes.values():
@@ -133,7 +133,7 @@ def _node(
     if isinstance(part, EncoderConfig | TowerConfig):
         return _encoder_node(name, graph, build, dtype)
     if isinstance(part, ContrastiveConfig):
-        loss = initial_loss(config.model).to(dtype)
+        loss = initial_loss(config.model).to(torch.promote_types(dtype, torch.float32))
         _set_trainable(loss, part.train)
         return LossNode(name=name, loss_weight=loss_weight, loss=loss, pairs=graph.compared, width=graph.feature_size)
     if isinstance(part, DecoderConfig):

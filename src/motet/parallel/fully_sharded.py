@@ -14,8 +14,7 @@ Not torch's `fully_shard`: it sums gradients by itself in each backward, where p
 sum them layer by layer among all who hold them (`motet.runtime.gradient_reduction`).
 
 Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
-others keep, and do not begin within the backward. Under autocast each microbatch's graph keeps copies of the weights in
-bfloat16 (others share them: `motet.parallel.split_backward`), unless its blocks are recomputed.
+others keep, and do not begin within the backward.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from motet.parallel.main_gradients import zero_gradient
 from motet.parallel.row_shards import RowShard, RowUnit, ShardGroup
 from motet.parallel.split_backward import SplitBackward
 
@@ -74,7 +74,7 @@ class _Unit:
         sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for owner, parameters in self._trainable.items():
             self._reached.update(p for p in parameters if self._is_reached(p))
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            flat = torch.cat([(zero_gradient(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             work = dist.reduce(flat, group=self._members.group, group_dst=owner, async_op=True)
             sums[owner] = work, flat
             for parameter in parameters:

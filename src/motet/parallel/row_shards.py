@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.parallel.main_gradients import gradient_dtype
+
 
 class ShardGroup(Protocol):
     """This rank's place among those that share parameters."""
@@ -136,6 +138,7 @@ class _FlatRows:
             num_rows = min(_rows_each(values.shape, members.size), max(0, _num_rows(values.shape) - first))
             rows = own[: num_rows * _row_size(parameter)].view(num_rows, *values.shape[1:])
             shard = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            shard.grad_dtype = parameter.grad_dtype
             self.shards[parameter] = RowShard(shard, values.shape, members)
         self._num_bytes = [whole.untyped_storage().nbytes() for whole in self._whole]
 
@@ -152,7 +155,8 @@ class _FlatRows:
     def sum_gradients(self) -> None:
         if not self._trainable_size:
             return
-        flat = self._own.new_zeros(self._members.size * self._trainable_size)
+        dtype = gradient_dtype(self._parameters[0])
+        flat = self._own.new_zeros(self._members.size * self._trainable_size, dtype=dtype)
         sizes = [w.shape[1] for p, w in zip(self._parameters, self._whole, strict=True) if p.requires_grad]
         trainable = self._parameters[: len(sizes)]
         parts = flat.view(self._members.size, -1).split(sizes, dim=1)

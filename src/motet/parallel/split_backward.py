@@ -26,7 +26,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
+
+from motet.parallel.main_gradients import gradient_dtype
 
 
 class Ambient:
@@ -47,44 +48,6 @@ class Ambient:
 
     def __exit__(self, *_: object) -> None:
         type(self).current = self._outer
-
-
-class CastWeights(Ambient):
-    """Copies of one stage's weights in autocast's dtype, shared by all microbatches of a step.
-
-    The graph of a linear layer keeps the weight that it multiplied with. Autocast drops its copies at the end of every
-    forward, so each microbatch in flight would keep its own: 2 bytes per parameter. Here the first forward of a step
-    makes the copy, and later ones and recomputed blocks use it until the step ends. Gradients are the same: the cast
-    is part of the graph, and each backward passes through it and adds to the weight. A weight is shared if the graph
-    would keep it, that is if the layer's input requires a gradient; frozen layers are among them, which autocast never
-    shares. The stage's forwards and backwards run in this context.
-
-    Limits: linear layers and transformers' `Conv1D` only; not on fully sharded stages, whose sharding it would undo.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[Tensor, Tensor] = {}
-
-    def clear(self) -> None:
-        """Called when a step begins or ends, because the weights change between steps."""
-        self._copies.clear()
-
-    def copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if weight not in self._copies:
-            self._copies[weight] = weight.to(dtype)
-        return self._copies[weight]
-
-
-def shared_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """Returns the weight that a linear layer multiplies this input with: under autocast, the step's shared copy."""
-    current = CastWeights.current
-    if current is None or not x.requires_grad or not torch.is_grad_enabled():
-        return weight
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32:
-        return weight
-    return current.copy(weight, torch.get_autocast_dtype(kind))
 
 
 class Deferred(Protocol):
@@ -141,18 +104,10 @@ class SplitBackward(Ambient):
 
 
 class SplittableLinear(nn.Linear):
-    """A linear layer that respects the contexts of `SplitBackward` and `CastWeights`."""
+    """A linear layer that respects the context of `SplitBackward`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
-
-
-class CastingConv1D(Conv1D):
-    """transformers' `Conv1D` that respects the context of `CastWeights`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), shared_weight(self.weight, x))
-        return rows.view(*x.shape[:-1], self.nf)
 
 
 def make_splittable(stage: nn.Module) -> None:
@@ -160,23 +115,20 @@ def make_splittable(stage: nn.Module) -> None:
     for module in stage.modules():
         if type(module) is nn.Linear:
             module.__class__ = SplittableLinear
-        elif type(module) is Conv1D:
-            module.__class__ = CastingConv1D
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `nn.functional.linear`; its weight gradient is deferred to the current `SplitBackward`."""
-    cast = shared_weight(weight, x)
     current = SplitBackward.current
     if current is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return functional.linear(x, cast, bias)
+        return functional.linear(x, weight, bias)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     # The output has to have a graph although its input may have none. Not by way of the weight: whatever waits for its
     # gradient would be told in the input half already.
     anchor = torch.empty(0, requires_grad=True)
-    return _Linear.apply(x, anchor, _Layer(weight, bias, cast), current)
+    return _Linear.apply(x, anchor, _Layer(weight, bias), current)
 
 
 class _Linear(torch.autograd.Function):
@@ -184,18 +136,18 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: "_Layer", split: SplitBackward) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.split = layer, split
-        _, bias, cast = layer
+        weight, bias = layer
         if not torch.is_autocast_enabled(x.device.type):
-            return functional.linear(x, cast, bias)
+            return functional.linear(x, weight, bias)
         # Autocast itself would keep copies of the weights that were made here, without graph, for later uses.
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, cast.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.split.defer(_Product(ctx.layer, x.detach(), gradient))
-        of_input = gradient @ ctx.layer.cast.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return of_input, None, None, None
 
 
@@ -206,8 +158,6 @@ class _Layer(NamedTuple):
     """[m, n], trainable."""
     bias: Tensor | None
     """[m]"""
-    cast: Tensor
-    """The weight, or the copy of it that all microbatches share."""
 
 
 class _Product(NamedTuple):
@@ -221,11 +171,11 @@ class _Product(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        weight, bias, _ = self.layer
+        weight, bias = self.layer
         return (weight,) if bias is None or not bias.requires_grad else (weight, bias)
 
     def finish(self) -> None:
-        weight, bias, _ = self.layer
+        weight, bias = self.layer
         rows = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         if weight.grad is not None and weight.grad.dtype == rows.dtype:
@@ -238,6 +188,6 @@ class _Product(NamedTuple):
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         parameter.grad += gradient

@@ -21,8 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.parallel.experts import distribute_experts
+from motet.parallel.main_gradients import gradient_dtype, zero_gradient
 from motet.parallel.sequence_parallel import Running, enter_regions
-from motet.parallel.split_backward import linear, shared_weight
+from motet.parallel.split_backward import linear
 from motet.parallel.tensor_collectives import (
     TensorParallel,
     copy_to_group,
@@ -98,7 +99,7 @@ class RowConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         reduce = reduce_scatter_from_group if self.tp.sequence_parallel else reduce_from_group
-        y = reduce(x @ shared_weight(self.weight, x), self.tp)
+        y = reduce(x @ self.weight, self.tp)
         return y + self.bias.to(y.dtype)
 
 
@@ -167,16 +168,16 @@ def tp_reduce_gradients(module: nn.Module) -> None:
     for name in layout.partial_gradients:
         parameter = module.get_parameter(name)
         if parameter.requires_grad:
-            buckets.setdefault(parameter.dtype, []).append(parameter)
+            buckets.setdefault(gradient_dtype(parameter), []).append(parameter)
     for parameters in buckets.values():
         sum_over_group(parameters, layout.tp.group)
 
 
 def sum_over_group(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sums the gradients of parameters of one dtype; those that are missing count as zero."""
+    """Sums the gradients of one dtype of these parameters; those that are missing count as zero."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(bucket, group=group)

@@ -5,13 +5,13 @@ over the ranks completes it; the head gives the logits of its tokens; the loss e
 the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy
 
 from motet.assignment.sample import IGNORED_LABEL
 from motet.parallel.tensor_collectives import TensorParallel, all_reduce, copy_to_group, reduce_from_group
@@ -61,38 +61,63 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, tp: TensorParallel | None)
         logits: [..., V], or this rank's [..., V / tp] if `tp` is given (see `vocabulary_group`).
         labels: [...], token ids, -100 for tokens without loss.
 
-    Computed in float32, or in float64 if the logits are.
+    Computed in float32, or in float64 if the logits are, a few rows at a time: logits of less precision are never there
+    as a whole in more.
     """
-    logits = logits.reshape(-1, logits.shape[-1])
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    labels = labels.reshape(-1)
-    if tp is None:
-        return cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    return _VocabParallelCrossEntropy.apply(logits, labels, tp)
+    return _CrossEntropySum.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), tp)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+CHUNK_ELEMENTS = 2**24
+"""Logits that are computed with at a time."""
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """(logits [T, V] or [T, V / tp], labels [T]) -> the sum of the losses. Keeps the logits as they are."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-        num_local = logits.shape[1]
-        counted = labels != IGNORED_LABEL
-        local_labels = labels - tp.rank * num_local
-        mine = counted & (local_labels >= 0) & (local_labels < num_local)
-        # Labels of other ranks read some column of this one's and count as nothing: sizes must not depend on values.
-        columns = local_labels.clamp(0, num_local - 1).unsqueeze(-1)
-
-        largest = all_reduce(logits.amax(-1), tp, dist.ReduceOp.MAX)
-        exponentials = (logits - largest.unsqueeze(-1)).exp()
-        targets = (logits.gather(1, columns).squeeze(-1) - largest).masked_fill(~mine, 0.0)
-        normalizers, targets = all_reduce(torch.stack([exponentials.sum(-1), targets]), tp)
-
-        ctx.save_for_backward(exponentials.div_(normalizers.unsqueeze(-1)), counted, mine, columns)
-        return (normalizers.log() - targets).masked_fill(~counted, 0.0).sum()
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> Tensor:
+        counted, mine, columns = _places(logits, labels, tp)
+        wide = _wide(logits)
+        largest = logits.amax(-1).to(wide)
+        if tp is not None:
+            largest = all_reduce(largest, tp, dist.ReduceOp.MAX)
+        sums = torch.empty_like(largest)
+        for rows in _chunks(logits):
+            sums[rows] = (logits[rows].to(wide) - largest[rows, None]).exp_().sum(-1)
+        targets = (logits.gather(1, columns[:, None])[:, 0].to(wide) - largest).where(mine, 0)
+        if tp is not None:
+            sums, targets = all_reduce(torch.stack([sums, targets]), tp)
+        ctx.tp = tp
+        ctx.save_for_backward(logits, labels, largest, sums)
+        return (sums.log() - targets).where(counted, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, counted, mine, columns = ctx.saved_tensors
-        result = probabilities * counted.unsqueeze(-1)
-        result.scatter_add_(1, columns, -mine.to(result.dtype).unsqueeze(-1))
-        return result * grad, None, None
+        logits, labels, largest, sums = ctx.saved_tensors
+        counted, mine, columns = _places(logits, labels, ctx.tp)
+        scale = (grad / sums).where(counted, 0)
+        result = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            part = (logits[rows].to(sums.dtype) - largest[rows, None]).exp_().mul_(scale[rows, None])
+            part.scatter_add_(1, columns[rows, None], -(grad * mine[rows])[:, None])
+            result[rows] = part
+        return result, None, None
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    num_rows, width = logits.shape
+    size = max(1, CHUNK_ELEMENTS // width)
+    return (slice(first, first + size) for first in range(0, num_rows, size))
+
+
+def _places(logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token: whether it has a loss, whether its target's logit is here, and in which column (any, if not)."""
+    num_local = logits.shape[1]
+    local = labels if tp is None else labels - tp.rank * num_local
+    counted = labels != IGNORED_LABEL
+    return counted, counted & (local >= 0) & (local < num_local), local.clamp(0, num_local - 1)

@@ -493,6 +493,8 @@ class _Search:
                 break
             if each.bound_s >= self._fastest_s() or (not each.fits and num_misfits >= NUM_MISFITS):
                 continue
+            if num_actions + each.num_actions > MAX_VARIANT_ACTIONS:
+                continue
             evaluation = evaluate(each.problem, layout_plan(each.problem, each.layout))
             num_actions += evaluation.num_actions
             num_misfits += not evaluation.fits
@@ -605,14 +607,14 @@ def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], cho
     """The bound over all variants: without recomputation, whatever the memory, for each number of microbatches."""
     if not is_free(problem):
         return _bound_of_choice(problem, candidates, chosen)
-    bounds = []
+    least_s = inf
     for number in microbatch_numbers(problem):
         changed = variant(problem, number, problem.recompute, zero1=problem.memory.zero1 or problem.chooses_zero1)
         if changed is not None:
             if problem.chooses_recompute:
                 changed = _with_all_memory(changed)
-            bounds.append(_bound_of_choice(changed, candidates, chosen))
-    return min(bounds)
+            least_s = min(least_s, _bound_of_choice(changed, candidates, chosen, least_s))
+    return least_s
 
 
 def _with_all_memory(problem: PlanningProblem) -> PlanningProblem:
@@ -839,7 +841,9 @@ def _is_sequence_parallel(plan: Plan) -> bool:
     return any(module.sequence_parallel for module in plan.modules.values())
 
 
-def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
+def _bound_of_choice(
+    problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan, at_most_s: float = inf
+) -> float:
     """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none), and with the
     memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
     of each optimizer state."""
@@ -847,17 +851,17 @@ def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chose
         problem = replace(problem, shares_experts=True)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         problem = _with_all_memory(problem)
-    bound_s = bound_of_all(problem, candidates, chosen)
+    bound_s = bound_of_all(problem, candidates, chosen, at_most_s)
     if not _is_sequence_parallel(chosen):
         return bound_s
     table = problem.table
     modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
-    return min(bound_s, bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen))
+    return bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen, bound_s)
 
 
-def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
-    """Lower bound over all plans with sizes that the user allows or a candidate has. If the chosen plan has several
-    tensor-parallel sizes in one module, the bound is over plans that may have several."""
+def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan, at_most_s: float = inf) -> float:
+    """Lower bound over all plans with sizes that the user allows or a candidate has, or `at_most_s` if that is less. If
+    the chosen plan has several tensor-parallel sizes in one module, the bound is over plans that may have several."""
     replicas = {name: set(problem.dp_sizes) for name in problem.modules}
     tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
     cp = {name: set(cp_sizes(problem, name)) for name in problem.modules}
@@ -872,6 +876,7 @@ def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: P
         tp={name: sorted(sizes) for name, sizes in tp.items()},
         cp={name: sorted(sizes) for name, sizes in cp.items()},
         mixed=any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules),
+        at_most_s=at_most_s,
     )
 
 

@@ -18,7 +18,7 @@ from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_
 from motet.costs.analytic import Speeds, analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
-from motet.costs.memory import MemoryOptions
+from motet.costs.memory import ADAMW_STATES, MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, Plan
@@ -34,10 +34,10 @@ from motet.shapes.module_shape import QUERY_TOKENS, ModuleWorkload
 MIN_SHARED_TOKENS = 4096
 """Fewest tokens of a sample on each rank of a context-parallel group, unless the user sets limits: with fewer,
 communication and smaller kernels cost more than context parallelism saves."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
-"""Bytes of a weight and of an element that is sent between stages, by `train.dtype`; bfloat16 is autocast."""
-AUTOCAST_BYTES = {"bfloat16": 2}
-"""Bytes of an element that autocast computes, by `train.dtype`."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Bytes of a weight and of an element that is sent between stages, by `train.dtype`."""
+MAIN_BYTES = {"bfloat16": 4}
+"""Bytes of a gradient, a moment and the optimizer's own copy of a parameter, by `train.dtype`."""
 CONTRASTIVE_DEGREES = {"tp", "pp", "dp", "layers_per_stage", "sequence_parallel"}
 """The degrees that modules of a contrastive model can have."""
 
@@ -262,11 +262,13 @@ def _tp_sizes_of(plan: Plan) -> set[int]:
 
 
 def _memory_options(config: RunConfig) -> MemoryOptions:
-    dtype_bytes = DTYPE_BYTES[config.train.dtype]
+    dtype_bytes, main_bytes = DTYPE_BYTES[config.train.dtype], MAIN_BYTES.get(config.train.dtype)
     return MemoryOptions(
         parameter_bytes=dtype_bytes,
         activation_bytes=dtype_bytes,
-        autocast_bytes=AUTOCAST_BYTES.get(config.train.dtype),
+        gradient_bytes=main_bytes,
+        saves_less=main_bytes is not None,
+        optimizer_bytes=None if main_bytes is None else (ADAMW_STATES + 1) * main_bytes,
         zero1=config.parallel.zero1,
         state_copies=1 if config.train.failures is None else config.train.failures.tolerate + 1,
     )

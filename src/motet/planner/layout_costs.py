@@ -36,12 +36,17 @@ class _Sums:
     """Parameters that the optimizer updates on each rank without ZeRO."""
 
 
+_Part = tuple[Chunk, _Sums, int, int]
+"""A chunk, the sums of its module, its first layer and the one after its last."""
+
+
 class LayoutCosts:
     """Estimates for the layouts of one problem; results are remembered."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self._sums: dict[tuple[str, int, int, int, bool, bool], _Sums] = {}
+        self._last: tuple[Layout | None, list[_Part]] = (None, [])
         self._entries = {
             name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
             for name in problem.modules
@@ -56,19 +61,36 @@ class LayoutCosts:
         heads, tails = self._heads_and_tails(layout)
         work, weight = [0.0] * len(layout.group_sizes), [0.0] * len(layout.group_sizes)
         head, tail = [float("inf")] * len(work), [float("inf")] * len(work)
-        for chunk, before, after in zip(layout.chunks, heads, tails, strict=True):
-            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+        number = self.problem.num_microbatches
+        for (chunk, sums, a, b), before, after in zip(self._parts(layout), heads, tails, strict=True):
+            group = chunk.group
             seconds = sums.forward_s[b] - sums.forward_s[a] + sums.backward_s[b] - sums.backward_s[a]
-            work[chunk.group] += self.problem.num_microbatches * seconds
-            weight[chunk.group] += self.problem.num_microbatches * (sums.weight_s[b] - sums.weight_s[a])
-            head[chunk.group] = min(head[chunk.group], before)
-            tail[chunk.group] = min(tail[chunk.group], after)
+            work[group] += number * seconds
+            weight[group] += number * (sums.weight_s[b] - sums.weight_s[a])
+            if before < head[group]:
+                head[group] = before
+            if after < tail[group]:
+                tail[group] = after
         return self.fixed_s(layout) + max(
             h + w + (max(0.0, t - free) if split_backward else t)
             for h, w, t, free in zip(head, work, tail, weight, strict=True)
         )
 
-    def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
+    def _parts(self, layout: Layout) -> list[_Part]:
+        """The chunks with their sums and layers. Those of the last layout are kept, as several estimates need them."""
+        last, parts = self._last
+        if last is not layout:
+            alike: dict[tuple[str, int], _Sums] = {}
+            parts = []
+            for chunk in layout.chunks:
+                key = chunk.module, layout.group_sizes[chunk.group]
+                if key not in alike:
+                    alike[key] = self._sums_of(chunk, layout)
+                parts.append((chunk, alike[key], *chunk.layers))
+            self._last = layout, parts
+        return parts
+
+    def _sums_of(self, chunk: Chunk, layout: Layout) -> _Sums:
         name = chunk.module
         tp, cp, sequence_parallel = layout.tp(name, chunk.group), layout.cp(name), layout.sequence_parallel
         num_replicas = layout.num_replicas(name)
@@ -111,8 +133,7 @@ class LayoutCosts:
         """For each chunk, the least time before its first action and after its last one."""
         forward, backward, before = [], [], []
         end_of: dict[str, float] = {}
-        for chunk in layout.chunks:
-            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+        for chunk, sums, a, b in self._parts(layout):
             forward.append(sums.lightest_forward_s[b] - sums.lightest_forward_s[a])
             backward.append(sums.lightest_backward_s[b] - sums.lightest_backward_s[a])
             entered = [end_of.get(source, 0.0) for source, layer in self._entries[chunk.module] if layer < b]
@@ -158,12 +179,18 @@ class LayoutCosts:
 
     def _updated(self, layout: Layout) -> list[float]:
         updated = [0.0] * len(layout.group_sizes)
-        for chunk in layout.chunks:
+        for chunk, sums, a, b in self._parts(layout):
             holders = layout.num_replicas(chunk.module) * layout.cp(chunk.module)
             share = self.problem.memory.num_keepers(holders) / holders
-            sums, (a, b) = self.sums(chunk, layout), chunk.layers
             updated[chunk.group] += (sums.updated[b] - sums.updated[a]) * share
         return updated
+
+    def num_summed(self, layout: Layout) -> float:
+        """Parameters of the group with most, whose gradients the replicas sum."""
+        updated = [0.0] * len(layout.group_sizes)
+        for chunk, sums, a, b in self._parts(layout):
+            updated[chunk.group] += sums.updated[b] - sums.updated[a]
+        return max(updated)
 
     def excess_bytes(self, layout: Layout) -> float:
         """Estimated bytes by which the fullest rank exceeds its memory; 0 if all fit."""
@@ -177,9 +204,9 @@ class LayoutCosts:
         problem = self.problem
         behind: dict[str, int] = {}
         needed = [0.0] * len(layout.group_sizes)
-        for chunk in reversed(layout.chunks):
-            sums, (a, b) = self.sums(chunk, layout), chunk.layers
-            following = [behind[edge.target] for edge in problem.edges if edge.source == chunk.module]
+        targets = {name: [edge.target for edge in problem.edges if edge.source == name] for name in problem.modules}
+        for chunk, sums, a, b in reversed(self._parts(layout)):
+            following = [behind[target] for target in targets[chunk.module]]
             distance = behind.get(chunk.module, max(following, default=0))
             in_flight = problem.num_microbatches if problem.schedule == "gpipe" else distance + 1
             needed[chunk.group] += sums.static_bytes[b] - sums.static_bytes[a]

@@ -72,12 +72,14 @@ def problem_lower_bound_s(
     tp: Mapping[str, Sequence[int]] | None = None,
     cp: Mapping[str, Sequence[int]] | None = None,
     mixed: bool = False,
+    at_most_s: float = inf,
 ) -> float:
     """Lower bound in seconds; infinite if no combination can fit into memory.
 
     `num_replicas`, `tp`, `cp`: sizes that plans may have, by module; None: the problem's. `mixed`: stages of a module
-    may differ in tensor parallelism."""
-    modules, least_s = _Modules(problem), inf
+    may differ in tensor parallelism. `at_most_s`: returned where the bound is not below it, which takes less time to
+    find out."""
+    modules, least_s = _Modules(problem), at_most_s - problem.program_s
     combinations = _combinations(problem, modules, num_replicas, tp, cp, mixed)
     for share_s, sizes in sorted([(modules.share_s(sizes), sizes) for sizes in combinations], key=itemgetter(0)):
         if share_s >= least_s:

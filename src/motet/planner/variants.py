@@ -2,7 +2,7 @@
 
 The user may leave open the number of microbatches, recomputation, and whether the optimizer's state is sharded. A
 variant sets them. More memory is saved only where less does not suffice: for each way to divide the devices, variants
-come in the order of `_savings`, and the first one whose layout seems to fit is taken.
+come in the order of `savings`, and the first one whose layout seems to fit is taken.
 
 `promising` goes through all ways to divide the devices into equal groups, the best bound first, and leaves out those
 whose bound is above the fastest estimate so far. On the others it bounds the chains (all layers in a row, going round
@@ -27,7 +27,7 @@ from motet.schedule.generators import SPLIT_BACKWARDS
 
 MARGIN = 1.03
 """Estimated memory over the usable one up to which a layout is thought to fit: estimates err."""
-MAX_COMBINATIONS = 200
+MAX_COMBINATIONS = 80
 """Ways to divide the devices, with numbers of microbatches, on which chains are laid out: the most likely ones."""
 MAX_CELLS = 60_000
 """Most microbatches times stages times replicas that differ: larger programs take seconds to simulate."""
@@ -35,6 +35,8 @@ MAX_CELLS = 60_000
 
 Combine = Callable[[PlanningProblem], Iterable[tuple[PlanningProblem, Hashable, float, int]]]
 """problem -> (the problem on some of its devices, groups, seconds of all layers for a microbatch, number of groups)."""
+Saving = tuple[tuple[str, ...], bool]
+"""Modules whose blocks are recomputed, and whether the optimizer's state is sharded."""
 LayOut = Callable[[PlanningProblem, Any], Iterable[Layout]]
 """(problem, groups) -> layouts."""
 TRUST = 1.05
@@ -50,6 +52,12 @@ class Promising:
     bound_s: float
     estimate_s: float
     needed_bytes: float
+
+    @property
+    def num_actions(self) -> int:
+        """Estimate of the actions of its program; replicas that work alike count once."""
+        splits = (self.layout.schedule or self.problem.schedule) in SPLIT_BACKWARDS
+        return self.problem.num_microbatches * len(self.layout.chunks) * (3 if splits else 2)
 
     @property
     def fits(self) -> bool:
@@ -81,8 +89,8 @@ def variant(
     )
 
 
-def savings(problem: PlanningProblem) -> list[tuple[tuple[str, ...], bool]]:
-    """Modules whose blocks are recomputed, and whether the optimizer's state is sharded; what costs less time first."""
+def savings(problem: PlanningProblem) -> list[Saving]:
+    """What may be saved; what costs less time first, and everything last."""
     given = (problem.recompute, problem.memory.zero1)
     blocks = tuple(name for name in problem.modules if name != problem.loss_module)
     trained = [name for name in blocks if any(needs.any for needs in problem.gradients[name])]
@@ -126,32 +134,40 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
     found: list[Promising] = []
     misfits: list[Promising] = []
     fastest_s = inf
-    variants: dict[tuple[int, tuple[str, ...], bool], PlanningProblem | None] = {}
-    options = savings(problem)
+    known: dict[tuple[int, Saving], PlanningProblem] = {}
+    first, *others = savings(problem)
+
+    def laid_out(combination: Combination, saving: Saving) -> list[Promising]:
+        """The chains on these groups that seem to fit; if none does, the one that needs least is a misfit."""
+        key = combination.problem.num_microbatches, saving
+        if key not in known:
+            # Kept, as variants remember the costs of layers.
+            changed = variant(problem, key[0], *saving)
+            assert changed is not None
+            known[key] = changed
+        changed = known[key].with_num_devices(combination.problem.num_devices)
+        costs = LayoutCosts(changed)
+        estimated = [
+            _estimated(changed, costs, layout)
+            for layout in lay_out(changed, combination.groups)
+            if changed.num_microbatches * len(layout.chunks) <= MAX_CELLS
+        ]
+        fitting = [each for each in estimated if each.fits]
+        if not fitting:
+            misfits.extend(sorted(estimated, key=lambda each: each.needed_bytes)[:1])
+        return fitting
+
     for each in sorted(combinations, key=lambda each: each.likely_s)[:MAX_COMBINATIONS]:
         if each.least_s > TRUST * fastest_s:
             continue
-        number = each.problem.num_microbatches
-        for recompute, zero1 in options:
-            key = (number, recompute, zero1)
-            if key not in variants:
-                # Kept, as variants remember the costs of layers.
-                variants[key] = variant(problem, *key)
-            changed = variants[key]
-            assert changed is not None
-            changed = changed.with_num_devices(each.problem.num_devices)
-            costs = LayoutCosts(changed)
-            laid_out = [
-                _estimated(changed, costs, layout)
-                for layout in lay_out(changed, each.groups)
-                if changed.num_microbatches * len(layout.chunks) <= MAX_CELLS
-            ]
-            fitting = [own for own in laid_out if own.fits]
-            if fitting:
-                found += fitting
-                fastest_s = min(fastest_s, *(own.estimate_s for own in fitting))
-                break
-            misfits += sorted(laid_out, key=lambda own: own.needed_bytes)[:1]
+        fitting = laid_out(each, first)
+        # Nothing fits with some savings if nothing does with all.
+        if not fitting and others and (with_all := laid_out(each, others[-1])):
+            between = (laid_out(each, saving) for saving in others[:-1])
+            fitting = next(filter(None, between), with_all)
+        if fitting:
+            found += fitting
+            fastest_s = min(fastest_s, *(own.estimate_s for own in fitting))
     misfits.sort(key=lambda own: own.needed_bytes)
     return [*sorted(found, key=lambda own: own.estimate_s), *misfits]
 
@@ -171,7 +187,9 @@ def _messages_s(problem: PlanningProblem, layout: Layout) -> float:
     for before, after in zip(layout.chunks, layout.chunks[1:], strict=False):
         if before.group != after.group and before.module == after.module:
             load = problem.estimator.typical_load(before.module, layout.dp, cp=layout.cp(before.module))
-            seconds += link.seconds(problem.estimator.boundary_bytes(before.module, before.layers[1], load))
+            shares = layout.tp(after.module, after.group)
+            size = problem.estimator.boundary_bytes(before.module, before.layers[1], load, num_row_shares=shares)
+            seconds += link.seconds(size)
     return 2 * seconds
 
 
@@ -179,11 +197,7 @@ def _reductions_s(problem: PlanningProblem, costs: LayoutCosts, layout: Layout) 
     """Seconds of the longest sum of a group's gradients over the replicas; with a sharded state, of the gathers too."""
     if layout.dp == 1:
         return 0.0
-    updated = [0.0] * len(layout.group_sizes)
-    for chunk in layout.chunks:
-        sums, (a, b) = costs.sums(chunk, layout), chunk.layers
-        updated[chunk.group] += sums.updated[b] - sums.updated[a]
-    size = max(updated) * problem.memory.parameter_bytes
+    size = costs.num_summed(layout) * problem.memory.parameter_bytes
     stride = sum(layout.group_sizes)
     key = ("summed", layout.dp, stride, round(size))
 

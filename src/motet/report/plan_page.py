@@ -37,7 +37,6 @@ MEMORY_COLORS = {
     "weights": "#4878a8",
     "gradients": "#e0a040",
     "moments": "#70a070",
-    "casts": "#8ab8d8",
     "gathered": "#c080a0",
     "recomputed": "#b0a070",
     "activations": "#d06060",

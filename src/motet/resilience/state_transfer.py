@@ -47,14 +47,15 @@ from motet.planner.reconfiguration.state_owners import ParameterReplica, StateOw
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.training.optimizer import MOMENTS, Optimizer
+from motet.runtime.training.master_weights import new_state
+from motet.runtime.training.optimizer import Optimizer
 
 MESSAGE_BYTES = 64 * 2**20
 """Largest message between two ranks, unless one tensor is larger."""
 MAX_MESSAGES = 16
 """Concurrent messages of one rank: each has a buffer."""
 Kind = Literal["values", "moments"]
-NUM_TENSORS: Mapping[Kind, int] = {"values": 1, "moments": len(MOMENTS)}
+"""Moments include the master of a parameter in half precision."""
 
 
 class Item(NamedTuple):
@@ -122,7 +123,7 @@ class LocalState:
                         shard=p.shard,
                         tp_rank=p.tp.rank,
                         tp_size=p.tp.size,
-                        num_bytes=NUM_TENSORS[kind] * p.parameter.element_size() * torch.Size(p.full_shape).numel(),
+                        num_bytes=_bytes_per_element(p.parameter, kind) * torch.Size(p.full_shape).numel(),
                         steps=float(states[p.parameter]["step"]) if p.parameter in states else 0.0,
                     )
         return result
@@ -137,11 +138,17 @@ class LocalState:
             self.optimizer.initialize_states()
         states = self.optimizer.states()
         moments = {
-            Item(name, "moments"): [_at_least_1d(states[p.parameter][moment]) for moment in MOMENTS]
+            Item(name, "moments"): [_at_least_1d(state) for key, state in states[p.parameter].items() if key != "step"]
             for name, p in self.trained().items()
             if p.parameter in states
         }
         return self.values() | moments
+
+
+def _bytes_per_element(parameter: Tensor, kind: Kind) -> int:
+    if kind == "values":
+        return parameter.element_size()
+    return sum(state.element_size() for key, state in new_state(parameter.new_empty(0)).items() if key != "step")
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Builds what runs on this rank from a run file: devices, dtypes, stages, the engine and the optimizer."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import cast
 
@@ -15,6 +13,7 @@ from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
 from motet.parallel.adapters import add_adapters
+from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
@@ -23,10 +22,9 @@ from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 from motet.shapes.module_shape import QUERY_TOKENS
 
-PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""Dtypes of parameters by `train.dtype`. bfloat16 is autocast: parameters and gradients stay in float32."""
-BOUNDARY_DTYPES = PARAMETER_DTYPES | {"bfloat16": torch.bfloat16}
-"""Dtypes of what stages send each other, by `train.dtype`."""
+PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""Dtypes of parameters, and of what stages send each other, by `train.dtype`. Of bfloat16 parameters, gradients add up
+in float32, and the optimizer keeps float32 masters."""
 
 
 def pick_device(config: RunConfig, local_rank: int) -> torch.device:
@@ -66,7 +64,9 @@ def build_stage(
 ) -> StageModule:
     """A run of layers of the run file's module `owner`, cut for this rank's tensor-parallel group."""
     node = build_node(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
-    return make_stage(node, layers, tp, device, packing=config.parallel.packing, recompute=recompute)
+    stage = make_stage(node, layers, tp, device, packing=config.parallel.packing, recompute=recompute)
+    keep_main_gradients(parameter for _, parameter in stage.named_parameters())
+    return stage
 
 
 def make_stage(
@@ -108,12 +108,6 @@ def _check_experts(node: ModuleNode, tp: TensorParallel, group: TensorParallel) 
         check_feature(config, "expert_parallel", "use ep 1, or ep equal to tp")
 
 
-def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    if config.train.dtype != "bfloat16":
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-
-
 def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spare_ranks: int = 0) -> Engine:
     """Collective. `num_spare_ranks`: processes, after those of the plan, that have no part in it.
 
@@ -122,8 +116,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
         plan,
         stage_maker(config, plan, device),
         device=device,
-        boundary_dtype=BOUNDARY_DTYPES[config.train.dtype],
-        autocast=autocast_for(config, device),
+        boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
         timeout=timedelta(seconds=config.train.step_timeout_s),
         assign=assignment_by_costs(config, plan),
         expect=iteration_costs(config, plan),

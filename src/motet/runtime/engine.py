@@ -4,7 +4,6 @@ import hashlib
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -102,7 +101,6 @@ class Engine:
         *,
         device: torch.device,
         boundary_dtype: torch.dtype = torch.float32,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         timeout: timedelta = timedelta(minutes=5),
         assign: Assign = contiguous_assignment,
         expect: Expect | None = None,
@@ -125,7 +123,6 @@ class Engine:
                 kept_shares=self.model.kept_shares.get(key, frozenset()),
                 cp=self.model.context_parallel.get(key),
                 sharded=self.model.sharded.get(key),
-                autocast=autocast,
             )
             for key, stage in self.model.stages.items()
         }

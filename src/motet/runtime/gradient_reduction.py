@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.costs.communication import BUCKET_BYTES
+from motet.parallel.main_gradients import gradient_dtype, zero_gradient
 from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
 from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
 from motet.parallel.tensor_plans import Shard, local_ranges
@@ -193,7 +194,7 @@ def _local_sum(copies: Copies) -> Tensor:
     """Sum of the copies' gradients; zeros for those that have none."""
     gradients = [parameter.grad for parameter in copies if parameter.grad is not None]
     if not gradients:
-        return torch.zeros_like(copies[0])
+        return zero_gradient(copies[0])
     return gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
 
 
@@ -216,7 +217,7 @@ def _set_gradients(copies: Copies, part: Part | None, total: Tensor) -> None:
     """`total`: as `_flattened` lays it out."""
     for parameter in copies:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
         views = [parameter.grad] if part is None else list(part.views(parameter.grad))
         for view, values in zip(views, total.split([view.numel() for view in views]), strict=True):
             view.copy_(values.view_as(view))
@@ -229,8 +230,9 @@ def _buckets(parameters: Sequence[Copies], portion: Portion) -> list[Bucket]:
     buckets: list[Bucket] = []
     num_bytes = 0
     for copies, part in reversed(list(zip(parameters, parts, strict=True))):
-        size = _num_elements(copies, part) * copies[0].element_size()
-        if not buckets or num_bytes + size > BUCKET_BYTES or buckets[-1].parameters[0][0].dtype != copies[0].dtype:
+        dtype = gradient_dtype(copies[0])
+        size = _num_elements(copies, part) * dtype.itemsize
+        if not buckets or num_bytes + size > BUCKET_BYTES or gradient_dtype(buckets[-1].parameters[0][0]) != dtype:
             buckets.append(Bucket(portion.group, [], []))
             num_bytes = 0
         buckets[-1].parameters.append(copies)

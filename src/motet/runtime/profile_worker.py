@@ -13,7 +13,7 @@ from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
-from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_stage, pick_device
+from motet.runtime.assembly import PARAMETER_DTYPES, build_stage, pick_device
 
 
 def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp_size: int) -> CostTable:
@@ -44,7 +44,6 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
             parameter_dtype=PARAMETER_DTYPES[config.train.dtype],
         ),
         device=device,
-        autocast=autocast_for(config, device),
         on_progress=_show if dist.get_rank() == 0 else lambda text: None,
     )
 

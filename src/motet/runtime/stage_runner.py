@@ -1,7 +1,7 @@
 """Runs forward and backward of one stage, one microbatch at a time, and keeps the graphs in between."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +16,8 @@ from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutpu
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_rows import ContextRows
 from motet.parallel.fully_sharded import FullySharded
-from motet.parallel.split_backward import CastWeights, SplitBackward, make_splittable
+from motet.parallel.saved_tensors import save_less
+from motet.parallel.split_backward import SplitBackward, make_splittable
 from motet.parallel.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
 from motet.plan import ModulePlan, Stage
 from motet.runtime.messages import merge_order, rows_of
@@ -45,7 +46,6 @@ class StageRunner:
         kept_shares: the layers at the stage's ends whose input is this rank's share of the rows.
         cp: this rank's place in the stage's context-parallel group; None: there is none.
         sharded: the stage's parameters, if its group shares them.
-        autocast: context in which forwards run.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class StageRunner:
         kept_shares: Set[int] = frozenset(),
         cp: ContextParallel | None = None,
         sharded: FullySharded | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
         self.data_module = module_plan.data_module(name)
@@ -72,9 +71,7 @@ class StageRunner:
         self._tp, self._kept_shares = tp, kept_shares
         self._cp = cp
         self._sharded = sharded
-        self._autocast = autocast
         make_splittable(cast(nn.Module, module))
-        self._cast_weights = CastWeights()
         self._wide_dtype = torch.promote_types(boundary_dtype, torch.float32)
         """Dtype of what a message brought while the stage computes with it, if the stage has no parameters."""
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), self._wide_dtype)
@@ -105,15 +102,12 @@ class StageRunner:
         self._saved.clear()
         self._half_done.clear()
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
-        self._cast_weights.clear()
         self.loss_sum.zero_()
         if self._sharded is not None:
             self._sharded.begin_step(by_block=by_block)
 
     def end_iteration(self) -> None:
-        """Frees what the iteration's microbatches shared, before the optimizer takes its memory. Collective where
-        replicas share parameters."""
-        self._cast_weights.clear()
+        """Collective where replicas share parameters."""
         if self._sharded is not None:
             self._sharded.end_step(with_gradients=not self._routes.forward_only)
 
@@ -235,7 +229,8 @@ class StageRunner:
     def _computing(self, split: SplitBackward | None, *, with_graph: bool) -> Iterator[None]:
         """The contexts in which the stage's forward runs."""
         parameters = nullcontext() if self._sharded is None else self._sharded.forward()
-        with parameters, torch.set_grad_enabled(with_graph), self._autocast(), self._casting(), split or nullcontext():
+        saving = save_less(self._parameter_dtype)
+        with parameters, torch.set_grad_enabled(with_graph), split or nullcontext(), saving:
             yield
 
     def _own_part(self, route: Route, carried: Tensor) -> Tensor:
@@ -245,9 +240,6 @@ class StageRunner:
     def _shares(self, cell: Cell) -> Shares | None:
         """Returns the rows that each rank contributes to a contrastive loss."""
         return None
-
-    def _casting(self) -> AbstractContextManager[object]:
-        return self._cast_weights if self._sharded is None else nullcontext()
 
     def output(self, route: Route) -> Tensor:
         """The rows of `route.source`'s output that the route carries, without graph."""
@@ -294,8 +286,7 @@ class StageRunner:
             roots.append(loss)
             root_gradients.append(torch.full_like(loss, self._loss_scale))
         is_split = saved.split is not None
-        # Blocks that are recomputed must meet the same weights as in the forward.
-        with self._casting() if self._sharded is None else self._sharded.backward(is_split=is_split):
+        with nullcontext() if self._sharded is None else self._sharded.backward(is_split=is_split):
             if roots and saved.split is None:
                 torch.autograd.backward(roots, root_gradients)
             elif roots and saved.split is not None:

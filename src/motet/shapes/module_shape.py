@@ -112,6 +112,8 @@ class LayerShape:
     """Vectors of `hidden_size` that a token leaves for the backward pass beside the linears' inputs: one a norm."""
     saved_vectors_for_weights: int = 0
     """More of them if the layer's weights have a gradient: one a root-mean-square norm or a scale."""
+    float32_vectors: int = 0
+    """Of `saved_vectors`, those that root-mean-square norms leave, which compute in float32."""
     gated: bool = False
     """The MLP multiplies two branches."""
     runs: bool = True

@@ -133,11 +133,11 @@ def _version(package: str) -> str | None:
 
 @cache
 def _walker_digest() -> str:
-    """Digest of the source files that make cards: an edit invalidates cards."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in walker_files())).hexdigest()
+
+
+def walker_files() -> list[Path]:
+    """Source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
-    files = [
-        *(rooms / "families").glob("*.py"),
-        *(rooms / "shapes").glob("*.py"),
-        rooms / "parallel" / "tensor_cuts.py",
-    ]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+    cuts = rooms / "parallel" / "tensor_cuts.py"
+    return sorted([*(rooms / "families").rglob("*.py"), *(rooms / "shapes").glob("*.py"), cuts])

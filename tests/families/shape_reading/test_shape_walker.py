@@ -17,7 +17,7 @@ from motet.errors import UserError
 from motet.families.shape_reading import module_shapes
 from motet.families.shape_reading.module_shapes import make_shapes, module_workload, shape_of
 from motet.shapes.module_shape import Attention, LayerShape, Linear
-from motet.shapes.shape_card import ShapeRequest, cards_folder, read_card
+from motet.shapes.shape_card import ShapeRequest, cards_folder, read_card, walker_files
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
@@ -33,6 +33,10 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **LINEAR, "linear_value_head_dim": 16, "head_dim": 16, "num_experts": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80},
 }
+
+
+def test_an_edit_of_the_walker_makes_cards_anew() -> None:
+    assert Path(module_shapes.__file__).with_name("shape_walker.py") in walker_files()
 
 
 @pytest.mark.parametrize("family", MECHANISMS)
@@ -60,6 +64,7 @@ def test_a_block() -> None:
         other_parameters=2 * 64,
         saved_vectors=2,
         saved_vectors_for_weights=2,
+        float32_vectors=2,
         gated=True,
     )
 

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from stage_chain import largest_difference, run_chain, run_whole, text_samples
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from motet.errors import UserError
 from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.tiny import perturb, tiny_config
 from motet.models.materialize import float64_throughout
-from motet.models.stage_chain import largest_difference, run_chain, run_whole, text_samples
 from motet.models.stages.language_model import LanguageModelStage
 
 SAMPLE = {

@@ -73,7 +73,7 @@ def iteration_s(problem, degrees):
         slowest = max(slowest, whole_s * share)
         of_layers = ceil(num_layers / d.pp) / num_layers
         longest_reduction = max(longest_reduction, unit.reduce_s * of_layers / d.tp * 2 * (d.dp - 1) / d.dp)
-        fills.setdefault(unit.role, []).append(whole_s / d.vpp + d.pp * unit.boundary_s * samples)
+        fills.setdefault(unit.role, []).append(whole_s / d.vpp + d.pp * unit.boundary_s.get(d.tp, 0.0) * samples)
         after = {"encoder": degrees[backbone].pp + behind, "language_model": behind, "generator": 0}[unit.role]
         in_flight = min(count, d.pp + after + ((d.pp - 1) / d.vpp if d.vpp > 1 else 0))
         optimizer = unit.optimizer_bytes / (d.dp if problem.zero1 else 1)
@@ -100,7 +100,7 @@ def units(draw, role):
         state_bytes=draw(st.integers(0, 40)),
         optimizer_bytes=draw(st.integers(0, 80)),
         activation_bytes={1: draw(st.integers(0, 10)), 2: draw(st.integers(0, 8))},
-        boundary_s=draw(st.sampled_from((0.0, 0.1))),
+        boundary_s=draw(st.sampled_from(({}, {1: 0.1, 2: 0.05}))),
         reduce_s=draw(st.sampled_from((0.0, 0.3))),
         max_stages=draw(st.sampled_from((None, 2))),
         equal_stages=draw(st.booleans()),
@@ -161,7 +161,7 @@ def large_problem(num_devices, global_batch_size):
             state_bytes=4 * parameters,
             optimizer_bytes=12 * parameters,
             activation_bytes={tp: activation_bytes / tp for tp in (1, 2, 4, 8)},
-            boundary_s=0.01,
+            boundary_s={tp: 0.01 / tp for tp in (1, 2, 4, 8)},
             reduce_s=2 * parameters / 12e9,
         )
 

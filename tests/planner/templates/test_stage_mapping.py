@@ -43,14 +43,14 @@ def chains(
             run = slice(total - num_layers, total - num_layers + taken)
             for rest in chains(num_layers - taken, first + tp, end, costs, size, fits):
                 if fits(tp, cp, run, len(rest) + 1):
-                    yield [(sum(seconds[run]), cut_s(each, run.stop, first + tp, size)), *rest]
+                    yield [(sum(seconds[run]), cut_s(each, tp, run.stop, first + tp, size)), *rest]
 
 
-def cut_s(costs: ChainCosts, layer: int, device: int, size: int) -> float:
-    """If the next stage begins with this layer and device."""
+def cut_s(costs: ChainCosts, group: int, layer: int, device: int, size: int) -> float:
+    """After a stage on so many devices, if the next one begins with this layer and device."""
     if costs.cut_s is None:
         return 0.0
-    return (costs.cut_s.within if device % size else costs.cut_s.between)[layer]
+    return (costs.cut_s[group].within if device % size else costs.cut_s[group].between)[layer]
 
 
 def thesis_s(stages: Sequence[Timed], num_microbatches: int) -> float:
@@ -88,12 +88,15 @@ def with_cuts(random: Random, costs: ChainCosts, *, is_last: bool) -> ChainCosts
     if random.random() < 0.5:
         return costs
 
-    def drawn(costs: ChainCosts) -> ChainCosts:
+    def drawn_cuts(costs: ChainCosts) -> CutCosts:
         within, between = (
             [random.choice([0.1, random.uniform(0, most)]) for _ in (0, *costs.layers)] for most in (0.5, 1.5)
         )
         within[-1] = between[-1] = 0.0 if is_last else between[-1]
-        return replace(costs, cut_s=CutCosts(within, between))
+        return CutCosts(within, between)
+
+    def drawn(costs: ChainCosts) -> ChainCosts:
+        return replace(costs, cut_s={size: drawn_cuts(costs) for size in costs.seconds})
 
     return replace(drawn(costs), others=tuple(drawn(other) for other in costs.others))
 
@@ -144,7 +147,7 @@ def seconds_of(problem: MappingProblem, stages: Sequence[MappedStage]) -> dict[s
     found: dict[str, list[Timed]] = {name: [] for name in problem.modules}
     for stage in stages:
         costs, end = of_cp(problem.modules[stage.module], stage.cp_size), stage.first_device + stage.num_devices
-        message = cut_s(costs, stage.layers[1], end, problem.devices_per_node)
+        message = cut_s(costs, stage.num_devices, stage.layers[1], end, problem.devices_per_node)
         found[stage.module].append((sum(costs.seconds[stage.num_devices][slice(*stage.layers)]), message))
     return found
 
@@ -355,7 +358,7 @@ def test_where_an_encoder_hands_its_outputs_to() -> None:
     """To the same node, if there is only one."""
 
     def chain(*cut: float) -> ChainCosts:
-        return ChainCosts(seconds={1: [1.0]}, cut_s=CutCosts([0.0, cut[0]], [0.0, cut[1]]))
+        return ChainCosts(seconds={1: [1.0]}, cut_s={1: CutCosts([0.0, cut[0]], [0.0, cut[1]])})
 
     def fill_s(num_nodes: int, size: int) -> float:
         modules = {"vision": chain(0.1, 0.5), "llm": chain(0.0, 0.0)}

@@ -54,6 +54,7 @@ def test_all_start_again_from_the_last_checkpoint(tmp_path: Path, how: str) -> N
     assert again["done"] == "all nodes were started anew, from the checkpoint of step 2"
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("secret")
 def test_nodes_of_other_machines_come_again(tmp_path: Path) -> None:
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 3})

@@ -113,8 +113,11 @@ def test_resumes_the_latest_checkpoint_or_begins(tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.parametrize(
     ("layout", "zero1"),
-    [({**DP2, "language_model": {"tp": 2, "dp": 2}}, True), (FSDP2, False), (SHARED, False)],
-    ids=["ZeRO-1", "FSDP", "replicas share parameters"],
+    [
+        pytest.param({**DP2, "language_model": {"tp": 2, "dp": 2}}, True, id="ZeRO-1"),
+        pytest.param(FSDP2, False, id="FSDP"),
+        pytest.param(SHARED, False, id="replicas share parameters", marks=pytest.mark.campaign),
+    ],
 )
 def test_resumes_whole_what_was_written_sharded(tmp_path: Path, layout: Layout, zero1: bool) -> None:
     sharded = run_config(tmp_path, layout, train__steps=8, train__checkpoint_every=4, parallel__zero1=zero1)

@@ -209,6 +209,7 @@ def test_groups_that_ranks_hold_in_different_orders() -> None:
             assert torch.equal(parameter, plain[0][1][name]), name
 
 
+@pytest.mark.campaign
 @given(st.integers(1, 120), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**31))
 def test_shards_get_the_bits_of_the_whole(rows: int, columns: int, share: float, seed: int) -> None:
     """In float32, where nodes may fail: replicas of unlike tensor parallelism stay alike."""

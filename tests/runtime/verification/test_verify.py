@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from one_process import verify
+from sampling import in_campaigns
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.models.from_run_file import plain_nodes
@@ -103,14 +104,14 @@ def test_the_reference_is_made_of_the_given_weights() -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_features_are_read_outside_of_autocast() -> None:
+def test_in_bfloat16_features_are_read_in_their_own_dtype() -> None:
     """Some processors compute when they are asked."""
     scenario = Scenario(dtype="bfloat16")
     config = scenario.config()
 
     class Asking(ScenarioBatch):
         def features(self, module: str, sample: int) -> dict[str, torch.Tensor]:
-            assert not torch.is_autocast_enabled("cpu")
+            assert torch.get_default_dtype() == torch.float32
             return super().features(module, sample)
 
     references = run_references(
@@ -118,7 +119,6 @@ def test_features_are_read_outside_of_autocast() -> None:
         weights_of(scenario),
         Asking(scenario, config),
         dtype="bfloat16",
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
     )
     assert references.plain.loss != references.exact.loss
     assert references.plain.loss == pytest.approx(references.exact.loss, rel=1e-2)
@@ -129,6 +129,24 @@ def test_the_order_in_which_a_plan_lists_the_ranks_of_a_group_does_not_matter(mo
     monkeypatch.setattr(Scenario, "_ranks", lambda self, *place: original(self, *place)[::-1])
     scenario = Scenario(tp=2, dp=2, placement="replicated")
     assert scenario.plan(scenario.config()).modules["vision"].replicas[1].stages[0].ranks == (3, 2)
+    assert run_distributed(lambda rank: verify(scenario), scenario.num_ranks)[0].failures == []
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, *in_campaigns([False])])
+def test_rows_reach_their_place_in_a_group_that_the_plan_lists_in_another_order(
+    sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between groups listed forwards and backwards, whose members each get a share of the rows."""
+    original = Scenario._ranks
+
+    def ranks(self: Scenario, name: str, replica: int, place: int) -> tuple[int, ...]:
+        listed = original(self, name, replica, place)
+        return listed[::-1] if name == "language_model" and place == 0 else listed
+
+    monkeypatch.setattr(Scenario, "_ranks", ranks)
+    scenario = Scenario(tp=2, llm_pp=2, placement="shared", sequence_parallel=sequence_parallel)
+    stages = scenario.plan(scenario.config()).modules["language_model"].replicas[0].stages
+    assert [list(stage.ranks) == sorted(stage.ranks) for stage in stages] == [False, True]
     assert run_distributed(lambda rank: verify(scenario), scenario.num_ranks)[0].failures == []
 
 

@@ -108,6 +108,7 @@ def test_units_of_unequal_data_parallelism_equal_one_process(number: int) -> Non
     check_together(diagonal(UNITS, number))
 
 
+@pytest.mark.campaign
 def test_some_drawn_combinations_equal_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
     check_together([drawn(i, SEED) for i in range(4)])

@@ -6,7 +6,8 @@ import pytest
 from composite_run import composite_config, composite_run
 from tiny_composites import COMPOSITES
 
-from motet.api import make_plan, verify
+from motet.api import make_plan, profile, verify
+from motet.cli.main import main
 from motet.config import RunConfig
 from motet.errors import UserError
 
@@ -38,6 +39,12 @@ def test_gradients_are_those_of_one_process(name, tmp_path):
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_all_of_them_over_stages_and_tensor_parallel_ranks(name, tmp_path):
     check(name, tmp_path, pp=2, tp=2)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CASES)
+def test_in_bfloat16(name, tmp_path):
+    assert verify(composite_config(tmp_path, name, **CASES[name], dtype="bfloat16"))["failures"] == []
 
 
 REFUSED = {
@@ -79,6 +86,19 @@ def test_what_is_not_supported_is_refused_in_one_line(case, tmp_path):
 
     with pytest.raises(ValueError, match=message):
         make_plan(RunConfig.model_validate_json(json.dumps(values)))
+
+
+def test_its_data_are_described_and_its_plan_simulated_but_it_is_not_profiled(tmp_path, capsys):
+    values = composite_run(tmp_path, "gemma3", pp=2)
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps(values))
+
+    assert main(["data-stats", str(run)]) == 0
+    assert "vision                  75.0%" in capsys.readouterr().out
+    assert main(["simulate", str(run)]) == 0
+    assert "language_model" in capsys.readouterr().out
+    with pytest.raises(UserError, match="a whole model's encoder run together and cannot be profiled one by one"):
+        profile(run)
 
 
 def test_a_model_of_text_alone_is_no_whole_model(tmp_path):

@@ -89,6 +89,7 @@ def test_the_bubble_of_h1(num_stages: int, more: int, forward_s: int, weight_s: 
     assert idle_times(one_f_one_b(routes), routes, costs)[0] == (num_stages - 1) * (forward_s + input_s + weight_s)
 
 
+@pytest.mark.campaign
 @given(st.integers(2, 6), st.integers(0, 12), seconds)
 @examples(40)
 def test_h2_and_zbv_leave_no_bubble(num_stages: int, more: int, slot_s: int) -> None:
@@ -194,6 +195,7 @@ def test_other_placements_are_split_too() -> None:
         assert {action.kind for actions in schedule.ranks for action in actions} == set(Kind)
 
 
+@pytest.mark.campaign
 @given(st.integers(2, 5), st.integers(1, 3), seconds)
 @examples(30)
 def test_over_shared_ranks_last_stages_put_weight_halves_off(num_groups: int, turns: int, slot_s: int) -> None:

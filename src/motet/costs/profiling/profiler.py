@@ -15,15 +15,13 @@ of tokens x to each layer, tensor-parallel and context-parallel size: x^2 is the
 (`pairs`), beside which `tokens_squared` stands for all of them together; microbatches are the user's own instead of
 synthetic sequences of 64 to 16k tokens; a context-parallel rank's share is computed (`Load.share`).
 
-Limits: one device type; threads are as the caller set them (the runtime uses 1 on CPUs); under autocast each forward
-casts the weights, which a training step does once for all microbatches (`motet.parallel.split_backward`); far outside
-of the measured sizes a fit says little.
+Limits: one device type; threads are as the caller set them (the runtime uses 1 on CPUs); far outside of the measured
+sizes a fit says little.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, NamedTuple
@@ -47,6 +45,7 @@ from motet.costs.profiling.links import (
 from motet.devices import synchronize
 from motet.errors import UserError
 from motet.models.stages.stage import Batch, StageInput, StageModule
+from motet.parallel.saved_tensors import save_less
 from motet.plan import LayerRange
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -254,7 +253,6 @@ def profile(
     *,
     options: ProfileOptions = ProfileOptions(),
     device: torch.device,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> CostTable:
     """The costs of all modules. Collective if torch.distributed is initialized: every rank calls it alike.
@@ -268,7 +266,7 @@ def profile(
         microbatches = _choose_microbatches(name, batch, options)
         for tp_size in options.tp_sizes:
             on_progress(f"{name}, tp_size {tp_size}")
-            fit = _profile_module(name, module, make_stage, batch, microbatches, tp_size, options, device, autocast)
+            fit = _profile_module(name, module, make_stage, batch, microbatches, tp_size, options, device)
             costs[name][tp_size] = fit.costs
             notes[f"{name}, tp_size {tp_size}"] = {
                 "median_error": round(fit.median_error, 4),
@@ -316,7 +314,6 @@ def _profile_module(
     tp_size: int,
     options: ProfileOptions,
     device: torch.device,
-    autocast: Callable[[], AbstractContextManager[object]],
 ) -> Fit:
     measurements = []
     for layers in runs_to_measure(module.workload):
@@ -329,7 +326,7 @@ def _profile_module(
             runs = []
             for microbatch in microbatches:
                 samples = [batch.samples[i] for i in microbatch.indices]
-                run = _Run(stage, module, microbatch, samples, layers, gradients, tp_size, options, device, autocast)
+                run = _Run(stage, module, microbatch, samples, layers, gradients, tp_size, options, device)
                 # Without a token from outside there is no input to have a gradient.
                 if run.has_input or gradients.weight_gradient or not gradients.any:
                     runs.append(run)
@@ -384,17 +381,19 @@ class _Run:
         tp_size: int,
         options: ProfileOptions,
         device: torch.device,
-        autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.stage, self.samples, self.gradients = stage, samples, gradients
-        self.device, self.autocast = device, autocast
+        self.device = device
         # One thread's own time leaves out what other processes on the same cores take; the simulator adds it.
         is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and tp_size == 1
         self.clock = time.thread_time if is_alone else time.perf_counter
         self.features: list[dict[str, Tensor]] = [{} for _ in samples]
         if stage.needs_features:
-            self.features = [{k: v.to(device) for k, v in f.items()} for f in microbatch.features]
-        dtype = options.parameter_dtype
+            self.features = [
+                {k: v.to(device, options.parameter_dtype if v.is_floating_point() else v.dtype) for k, v in f.items()}
+                for f in microbatch.features
+            ]
+        self.parameter_dtype = dtype = options.parameter_dtype
         self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
@@ -426,7 +425,7 @@ class _Run:
         needs_gradient = self.gradients.input_gradient
         hidden = None if self.hidden is None else self.hidden.detach().requires_grad_(needs_gradient)
         incoming = {s: t.detach().requires_grad_(needs_gradient) for s, t in self.incoming.items()}
-        with torch.set_grad_enabled(self.gradients.any), self.autocast():
+        with torch.set_grad_enabled(self.gradients.any), save_less(self.parameter_dtype):
             output = self.stage(StageInput(self.samples, self.features, hidden, incoming))
         result = output.hidden if output.loss is None else output.loss
         assert result is not None

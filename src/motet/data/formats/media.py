@@ -19,7 +19,6 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import soundfile
 from PIL import Image
-from scipy.signal import resample_poly
 
 from motet.config import USUAL_LIMITS, FileLimits
 from motet.data.example import PLACEHOLDERS, TO_GENERATE, TO_GENERATE_AUDIO, Media, Modality
@@ -170,6 +169,8 @@ def resample(wave: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
     """float32 [samples] at another rate (Hz), by a polyphase filter."""
     if own_rate == rate:
         return wave
+    from scipy.signal import resample_poly  # Takes nearly two seconds to import.
+
     divisor = gcd(own_rate, rate)
     return resample_poly(wave, rate // divisor, own_rate // divisor).astype(np.float32)
 

@@ -48,18 +48,24 @@ def run_model(model: nn.Module, rows: int, columns: int) -> None:
 
 
 def _for_shapes(forward: Callable[..., Any], depends: bool) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run_for_shapes(forward, args, kwargs, depends=depends)
+    return lambda *args, **kwargs: run_for_shapes(forward, args, kwargs, depends=depends, device=CPU)
 
 
 def run_for_shapes(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, depends: bool = False
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    depends: bool = False,
+    device: torch.device | None = None,
 ) -> Any:
-    """Runs a module on the meta device and returns its result as zeros on the device of the arguments. What depends on
-    parameters requires gradients, as it would; mappings among the arguments get what was put into them.
+    """Runs a module on the meta device and returns its result as zeros on `device`, or on that of the arguments: some
+    models send ids to where the embedding is (Llama 4). What depends on parameters requires gradients, as it would;
+    mappings among the arguments get what was put into them.
 
     `depends`: whether all of it counts as depending on parameters, also on those that are never trained."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    device = leaves[0].device if leaves else CPU
+    device = device or (leaves[0].device if leaves else CPU)
     there = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
     def back(leaf: Any) -> Any:

@@ -401,6 +401,7 @@ class _LayerReader:
             other_parameters=num_parameters - sum(linear.num_parameters for linear in linears),
             saved_vectors=saved,
             saved_vectors_for_weights=self._vectors(e for e in norms if e.kind in ("rms", "scale")),
+            float32_vectors=self._vectors(e for e in norms if e.kind == "rms"),
             gated=_is_gated(events),
         )
 
@@ -413,9 +414,15 @@ class _LayerReader:
             table = self.model.get_input_embeddings().weight
             vocabulary = table.shape[0] if table.shape[1] == hidden_size else 0
         others = num_parameters - sum(linear.num_parameters for linear in linears) - vocabulary * hidden_size
-        saved = self._vectors(e for e in events if isinstance(e, Elementwise))
+        saved = [e for e in events if isinstance(e, Elementwise)]
         return LayerShape(
-            part, hidden_size, linears, other_parameters=others, vocabulary=vocabulary, saved_vectors=saved
+            part,
+            hidden_size,
+            linears,
+            other_parameters=others,
+            vocabulary=vocabulary,
+            saved_vectors=self._vectors(saved),
+            float32_vectors=self._vectors(e for e in saved if e.kind == "rms"),
         )
 
     def _vectors(self, events: Any) -> int:

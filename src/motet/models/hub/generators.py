@@ -115,7 +115,9 @@ def save_generator(folder: Path, name: str, described: GeneratorDescription, ten
     model.save_pretrained(folder / name)
     described.scheduler().save_pretrained(folder / f"{name}_scheduler")
     if described.autoencoder is not None:
-        stored = diffusion_class("AutoencoderKL").from_pretrained(stored_folder(described.autoencoder))
+        stored = diffusion_class("AutoencoderKL").from_pretrained(
+            stored_folder(described.autoencoder), use_safetensors=True
+        )
         stored.save_pretrained(folder / f"{name}_autoencoder")
     connector = dict(tensors_under(tensors, f"{name}.projector"))
     with torch.device("meta"):

@@ -119,6 +119,12 @@ class LanguageModelStage(CausalStage):
                 f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
                 "placeholder or prepend"
             )
+        unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise UserError(
+                f"parallel: {self.name} has layers of {min(unknown)}, whose masks context parallelism and "
+                "media_attention do not know; use cp 1 and media_attention causal"
+            )
         method = "ulysses" if cp.options.method == "ulysses" else "context_parallel"
         check_feature(config, method, "use cp 1 and media_attention causal")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -76,28 +76,30 @@ class Handover:
 class StandIn(nn.Module):
     """Stands in for a module that another stage holds."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, handover: Handover | None = None) -> None:
         super().__init__()
         # Outside of what nn.Module knows, so that nothing finds parameters in it.
-        self.__dict__["original"] = original.to("meta")
+        self.__dict__.update(original=original.to("meta"), handover=handover)
 
     def __getattr__(self, name: str) -> Any:
         """Answers attributes that the model reads of its layers (`attention_type`, `layer_idx`)."""
-        if name in ("_parameters", "_buffers", "_modules", "original"):
+        if name in ("_parameters", "_buffers", "_modules", "original", "handover"):
             raise AttributeError(name)
         return getattr(self.__dict__["original"], name)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run_for_shapes(self.__dict__["original"], args, kwargs)
+        handover: Handover | None = self.__dict__["handover"]
+        device = None if handover is None or handover.received is None else handover.received.device
+        return run_for_shapes(self.__dict__["original"], args, kwargs, device=device)
 
 
 class BlockStandIn(StandIn):
     """Stands in for a block."""
 
     def __init__(self, original: nn.Module, block: int, handover: Handover) -> None:
-        super().__init__(original)
-        self.__dict__.update(block=block, handover=handover)
+        super().__init__(original, handover)
+        self.__dict__["block"] = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handover: Handover = self.__dict__["handover"]
@@ -114,10 +116,6 @@ class BlockStandIn(StandIn):
 
 class Behind(StandIn):
     """Stands in for the head. Reached where the model skipped all blocks behind the stage."""
-
-    def __init__(self, original: nn.Module, handover: Handover) -> None:
-        super().__init__(original)
-        self.__dict__["handover"] = handover
 
     def forward(self, hidden: Tensor) -> Any:
         self.__dict__["handover"].leave_if_complete(hidden)
@@ -137,7 +135,7 @@ def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool,
         else:
             blocks[index] = BlockStandIn(block, index, handover)
     for path in () if is_first else paths.embed_parts:
-        model.set_submodule(path, StandIn(model.get_submodule(path)))
+        model.set_submodule(path, StandIn(model.get_submodule(path), handover))
     for path in () if is_last else paths.head_parts:
         model.set_submodule(path, Behind(model.get_submodule(path), handover))
     return handover

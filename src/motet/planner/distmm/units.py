@@ -183,7 +183,7 @@ class _Estimate:
         self.graph_bytes = max(stage_costs(self.estimator.saved_bytes_of_load(name, self.load, tp=self.tp), stages))
         self.boundary_bytes = 0.0
         if self.pp > 1:
-            self.boundary_bytes = self.estimator.boundary_bytes(name, stages[0][1], self.load, saved=True)
+            self.boundary_bytes = self.estimator.boundary_bytes(name, stages[0][1], self.load)
 
     def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
         """A microbatch's forward and backward on the slowest stage."""
@@ -198,7 +198,7 @@ class _Estimate:
 
     def reduce_s(self, dp: Ints) -> Floats:
         """The sum of gradients over the replicas."""
-        num_bytes = float(self.trained.max()) * self.problem.memory.parameter_bytes
+        num_bytes = float(self.trained.max()) * self.problem.memory.summed_bytes
         stride = self.tp * self.pp
         sizes, places = np.unique(dp, return_inverse=True)
         seconds = [

@@ -58,8 +58,9 @@ class Unit:
     optimizer_bytes: float = 0.0
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     """Activations of one sample on each rank of a tensor-parallel group, by its size; 0 without an entry."""
-    boundary_s: float = 0.0
-    """One sample's message to the next stage, and the message of its gradient."""
+    boundary_s: Mapping[int, float] = field(default_factory=dict)
+    """One sample's message to the next stage, and the message of its gradient, by tensor-parallel size; 0 without an
+    entry."""
     reduce_s: float = 0.0
     """All gradients' bytes over the bandwidth of one device."""
     dp_sizes: tuple[int, ...] | None = None
@@ -300,6 +301,7 @@ class _Grid:
     vpp: np.ndarray
     sample_s: np.ndarray
     microbatch_s: np.ndarray
+    boundary_s: np.ndarray
     activation_bytes: np.ndarray
     layer_share: np.ndarray
     """Share of the stage with the most layers."""
@@ -338,6 +340,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
         *(tp, dp, pp_, vpp),
         sample_s=np.array([unit.seconds[size] for size in tp.tolist()]),
         microbatch_s=np.array([unit.microbatch_s.get(size, 0.0) for size in tp.tolist()]),
+        boundary_s=np.array([unit.boundary_s.get(size, 0.0) for size in tp.tolist()]),
         activation_bytes=np.array([unit.activation_bytes.get(size, 0.0) for size in tp.tolist()]),
         layer_share=layer_share,
         reduce_s=unit.reduce_s * layer_share / tp * 2 * (dp - 1) / dp,
@@ -360,7 +363,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
         grid = grid.with_dp(lm_dp_sizes)
     samples = -(-grid.num_items // (grid.dp * num_microbatches)) / unit.items_per_sample
     seconds = grid.sample_s * samples + grid.microbatch_s
-    fill_s = seconds / grid.vpp + grid.pp * unit.boundary_s * samples
+    fill_s = seconds / grid.vpp + grid.pp * grid.boundary_s * samples
     per_microbatch = grid.activation_bytes * samples * grid.layer_share
     in_flight = grid.pp + np.where(grid.vpp > 1, (grid.pp - 1) / grid.vpp, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):

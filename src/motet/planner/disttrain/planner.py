@@ -143,7 +143,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         state_bytes=sum(estimator.static_bytes(name)) - optimizer_bytes,
         optimizer_bytes=optimizer_bytes,
         activation_bytes={size: sum(estimator.saved_bytes(name, size, dp_sizes[0])) / num_samples for size in fits},
-        boundary_s=_boundary_s(problem, name, dp_sizes[0]),
+        boundary_s={size: _boundary_s(problem, name, size, dp_sizes[0]) for size in fits},
         reduce_s=_reduce_s(problem, name),
         dp_sizes=dp_sizes,
         max_stages=module.max_stages,
@@ -151,10 +151,10 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     )
 
 
-def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
-    """A sample's message to the next stage, and its gradient's message back."""
+def _boundary_s(problem: PlanningProblem, name: str, tp: int, dp: int) -> float:
+    """Each rank's share of a sample's message to the next stage, and of its gradient's message back."""
     estimator = problem.estimator
-    num_bytes = estimator.boundary_bytes(name, 1, estimator.typical_load(name, dp))
+    num_bytes = estimator.boundary_bytes(name, 1, estimator.typical_load(name, dp), num_row_shares=tp)
     num_bytes /= _samples_per_microbatch(problem, dp)
     returns = any(needs.any for needs in problem.gradients[name])
     return num_bytes / estimator.link(0, problem.num_devices - 1).bytes_per_s * (2 if returns else 1)

@@ -256,7 +256,7 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
             shapes = layer_kernels(
                 layer,
                 tp_size=tp,
-                element_bytes=problem.memory.computed_bytes,
+                element_bytes=problem.memory.activation_bytes,
                 residual_bytes=problem.memory.activation_bytes,
                 charge=assumed.software.charge(is_causal=problem.modules[name].workload.kind == "language_model"),
             )
@@ -282,7 +282,7 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
 
 
 def _assumed_costs(problem: PlanningProblem) -> AnalyticCosts:
-    device, size = problem.cluster.device, problem.memory.computed_bytes
+    device, size = problem.cluster.device, problem.memory.activation_bytes
     dtype = "bfloat16" if size == 2 and "bfloat16" in device.peak_flops else next(iter(device.peak_flops))
     return AnalyticCosts(
         cluster=problem.cluster,

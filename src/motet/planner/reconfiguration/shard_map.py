@@ -19,7 +19,6 @@ from math import gcd, lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
 from motet.planner.reconfiguration.copies import Ranges, plan_copies
@@ -121,6 +120,8 @@ def best_places(nodes: Sequence[Node], places: Sequence[Node], weights: Mapping[
 
     Returns a row (node, device, device, ...) for each place: the node that takes it and, for each device of the place,
     the node's device."""
+    from scipy.optimize import linear_sum_assignment  # Takes most of a second to import.
+
     # Many nodes, and many places, are equal.
     kinds_of_nodes, kinds_of_places = list(dict.fromkeys(nodes)), list(dict.fromkeys(places))
     table = [[_best_devices(node, place, weights) for place in kinds_of_places] for node in kinds_of_nodes]
@@ -133,6 +134,8 @@ def best_places(nodes: Sequence[Node], places: Sequence[Node], weights: Mapping[
 
 def _best_devices(node: Node, place: Node, weights: Mapping[Unit, float]) -> tuple[float, tuple[int, ...]]:
     """Returns the most bytes that stay in place, and the node's device for each device of the place."""
+    from scipy.optimize import linear_sum_assignment  # Takes most of a second to import.
+
     kept = np.array([[sum(weights[unit] for unit in held & needed) for held in node] for needed in place])
     rows, columns = linear_sum_assignment(kept, maximize=True)
     return float(kept[rows, columns].sum()), tuple(columns.tolist())

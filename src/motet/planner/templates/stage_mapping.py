@@ -88,7 +88,8 @@ class ChainCosts:
     """Bytes on each device for each microbatch in flight."""
     fixed_bytes: Mapping[int, float] | None = None
     """Bytes on each device, independent of the stage's layers."""
-    cut_s: CutCosts | None = None
+    cut_s: Mapping[int, CutCosts] | None = None
+    """Messages, by the number of devices as well."""
     cp_size: int = 1
     others: tuple["ChainCosts", ...] = ()
     """Costs of the same layers for other context-parallel sizes; each stage chooses one."""
@@ -135,8 +136,9 @@ def _segments(
         table[in_flight[group] < least_in_flight] = inf
         by_group[group] = table
         if of_group.cut_s is not None:
-            last_s = (of_group.cut_s.between if num_nodes > 1 else of_group.cut_s.within)[-1]
-            cut_s[group] = np.array([[*cut[:-1], last_s] for cut in of_group.cut_s])
+            cuts = of_group.cut_s[group.size]
+            last_s = (cuts.between if num_nodes > 1 else cuts.within)[-1]
+            cut_s[group] = np.array([[*cut[:-1], last_s] for cut in cuts])
     return Segments(num_layers, by_group, in_flight, cut_s, is_on_every_path)
 
 

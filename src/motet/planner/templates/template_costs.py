@@ -87,23 +87,22 @@ def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> Chain
             for tp in tps
         },
         static_bytes={tp * cp: estimator.static_bytes(name, tp, dp, cp=cp, fully_sharded=sharded) for tp in tps},
-        saved_bytes={
-            tp * cp: estimator.saved_bytes(name, tp, dp, cp=cp, packed=packed, fully_sharded=sharded) for tp in tps
-        },
+        saved_bytes={tp * cp: estimator.saved_bytes(name, tp, dp, cp=cp, packed=packed) for tp in tps},
         fixed_bytes={tp * cp: estimator.gathered_block_bytes(name, tp, cp) for tp in tps} if sharded else None,
-        cut_s=_cut_seconds(problem, name, sharing),
+        cut_s={tp * cp: _cut_seconds(problem, name, sharing, tp) for tp in tps},
         cp_size=cp,
     )
 
 
-def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing) -> CutCosts:
-    """Messages from a stage to the next one, and back."""
+def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing, tp: int) -> CutCosts:
+    """Messages from a stage to the next one, and back, each rank's share of the rows. The neighbour's group is taken to
+    be as large."""
     estimator, dp = problem.estimator, problem.failures + 1
     workload, trainable = problem.modules[name].workload, problem.modules[name].trainable_layers
     load = estimator.typical_load(name, dp, packed=sharing.is_packed)
     cuts: tuple[list[float], list[float]] = ([0.0], [0.0])
     for border in range(1, workload.num_layers + 1):
-        num_bytes = estimator.boundary_bytes(name, border, load, num_shares=sharing.cp_size)
+        num_bytes = estimator.boundary_bytes(name, border, load, num_shares=sharing.cp_size, num_row_shares=tp)
         comes_back = border < workload.num_layers and problem.gradients[name][border].input_gradient
         comes_back = comes_back or (border == workload.num_layers and any(trainable))
         is_end = border == workload.num_layers and name in problem.sinks

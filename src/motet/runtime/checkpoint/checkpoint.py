@@ -1,8 +1,8 @@
 """Checkpoints by torch.distributed.checkpoint, in safetensors, that can be resumed under another plan.
 
 A checkpoint holds whole tensors under their names in the whole model (`model/...`, `optimizer/exp_avg/...`), so that no
-plan shows in it. How its folder comes into being, and what is checked of it: `motet.runtime.checkpoint.folder`. Nothing
-in it is unpickled.
+plan shows in it. Of parameters in bfloat16 it holds the masters, in float32. How its folder comes into being, and what
+is checked of it: `motet.runtime.checkpoint.folder`. Nothing in it is unpickled.
 
 Limits: tensor-parallel shards are gathered and written by one rank of their group; all ranks must see the same file
 system.
@@ -30,6 +30,7 @@ from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
 from motet.runtime.local_model import LocalModel, LocalParameter
+from motet.runtime.training.master_weights import MASTER
 from motet.runtime.training.optimizer import AVERAGE, Optimizer
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,11 +49,15 @@ class OptimizerStates(Protocol):
     def writes_state(self, p: LocalParameter) -> bool:
         """Whether this rank writes the parameter's states into checkpoints."""
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether states hold the float32 masters of trainable parameters in half precision; alike on all ranks."""
+
 
 def checkpoint_bytes(model: LocalModel, optimizer: Optimizer) -> int:
     """Size of one checkpoint on disk: parameters, and the optimizer's states of the trainable ones. Collective."""
     mine = sum(
-        math.prod(p.full_shape) * p.parameter.element_size() * (1 + optimizer.num_states(p))
+        math.prod(p.full_shape) * _written_dtype(p).itemsize * (1 + optimizer.num_states(p))
         for p in model.parameters
         if p.is_written
     )
@@ -155,6 +160,8 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
 class _NoStates:
     """The optimizer of a run that begins with the weights alone."""
 
+    keeps_masters = False
+
     def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
         return {}
 
@@ -179,8 +186,12 @@ def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> Non
         for p in model.parameters:
             if not p.is_kept:
                 continue
-            p.parameter.copy_(p.cut(wanted[MODEL + p.name]))
+            values = p.cut(wanted[MODEL + p.name])
+            p.parameter.copy_(values)
             for key, value in states.get(p.parameter, {}).items():
+                if key == MASTER:
+                    value.copy_(values)
+                    continue
                 full = wanted[f"{OPTIMIZER}{key}/{p.name}"]
                 value.copy_(full if value.dim() == 0 else p.cut(full))
 
@@ -192,13 +203,19 @@ def tensors_to_save(model: LocalModel, optimizer: OptimizerStates) -> Iterator[t
     for p in model.parameters:
         if not p.is_kept:
             continue
-        full = p.gather(p.parameter)
-        if p.is_written:
-            yield MODEL + p.name, full
+        has_master = optimizer.keeps_masters and p.parameter.requires_grad and _written_dtype(p) != p.parameter.dtype
+        if not has_master:
+            full = p.gather(p.parameter).to(_written_dtype(p))
+            if p.is_written:
+                yield MODEL + p.name, full
         for key, value in states.get(p.parameter, {}).items():
             full = value if value.dim() == 0 else p.gather(value)
             if optimizer.writes_state(p):
-                yield f"{OPTIMIZER}{key}/{p.name}", full
+                yield MODEL + p.name if key == MASTER else f"{OPTIMIZER}{key}/{p.name}", full
+
+
+def _written_dtype(p: LocalParameter) -> torch.dtype:
+    return torch.promote_types(p.parameter.dtype, torch.float32)
 
 
 def _tensors_to_load(model: LocalModel, optimizer: OptimizerStates) -> Iterator[tuple[str, Tensor]]:
@@ -206,8 +223,10 @@ def _tensors_to_load(model: LocalModel, optimizer: OptimizerStates) -> Iterator[
     for p in model.parameters:
         if not p.is_kept:
             continue
-        yield MODEL + p.name, torch.empty(p.full_shape, dtype=p.parameter.dtype)
+        yield MODEL + p.name, torch.empty(p.full_shape, dtype=_written_dtype(p))
         for key, value in states.get(p.parameter, {}).items():
+            if key == MASTER:
+                continue
             shape = () if value.dim() == 0 else p.full_shape
             yield f"{OPTIMIZER}{key}/{p.name}", torch.empty(shape, dtype=value.dtype)
 

@@ -16,6 +16,8 @@ from motet.runtime.local_model import LocalParameter
 class TorchOptimizerStates:
     """Implements `motet.runtime.checkpoint.checkpoint.OptimizerStates`. None: there is no optimizer."""
 
+    keeps_masters = False
+
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: Iterable[LocalParameter]) -> None:
         self._optimizer = optimizer
         self._parameters = [p for p in parameters if p.is_kept and p.parameter.requires_grad]

@@ -1,6 +1,6 @@
 """AdamW over this rank's parameters, its state optionally sharded over the holders (ZeRO-1), and its learning rate.
 
-Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
+Parameters in bfloat16 have float32 masters (`motet.runtime.training.master_weights`). Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
 whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
 `motet.resilience.state_transfer`). A moving average of a parameter is one more of its states. Vectors (norms, biases)
@@ -17,16 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from motet.parallel.main_gradients import HALF_DTYPES
 from motet.runtime.local_model import LocalParameter
+from motet.runtime.training.master_weights import MASTER, MOMENTS, MasterAdamW, new_state
 from motet.schedule.action import Reduce
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of the tensors that the optimizer keeps for each parameter; estimates of memory and time count
-`motet.costs.memory.ADAMW_STATES` of them."""
-
-
 AVERAGE = "average"
-"""Name of the moving average of a parameter among its states."""
+"""Name of the moving average of a parameter (of its master) among its states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +85,7 @@ class Optimizer:
         self._optimizers = [
             _adamw(members, group, config) for group, members in _grouped(self._trainable.values(), config.zero1)
         ]
+        self._has_states = False
         self._decays: dict[Tensor, float] = {
             p.parameter: config.averages[p.part] for p in self._trainable.values() if p.part in config.averages
         }
@@ -135,6 +133,7 @@ class Optimizer:
             optimizer.step()
             # Parameters that no batch has reached yet: checkpoints and other ranks expect a state of all.
             _initialize_missing(optimizer)
+        self._has_states = True
         self._renew_averages(finished_steps, is_finite)
         self.renew_copies()
 
@@ -145,16 +144,17 @@ class Optimizer:
         _initialize_missing(optimizer)
         for parameter, state in _inner(optimizer).state.items():
             if parameter in self._decays and AVERAGE not in state:
-                state[AVERAGE] = parameter.detach().clone()
+                state[AVERAGE] = state.get(MASTER, parameter).detach().clone()
 
     def _renew_averages(self, finished_steps: int, is_finite: Tensor | None) -> None:
         for parameter, state in self.states().items() if self._decays else ():
             if AVERAGE in state:
                 weight = 1 - min(self._decays[parameter], (1 + finished_steps) / (10 + finished_steps))
+                target = state.get(MASTER, parameter).detach()
                 if is_finite is None:
-                    state[AVERAGE].lerp_(parameter.detach(), weight)
+                    state[AVERAGE].lerp_(target, weight)
                 else:
-                    state[AVERAGE].lerp_(parameter.detach(), is_finite.to(parameter.dtype) * weight)
+                    state[AVERAGE].lerp_(target, is_finite.to(target.dtype) * weight)
 
     def exchange(self) -> None:
         """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
@@ -202,12 +202,19 @@ class Optimizer:
             for optimizer in self._optimizers
         )
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether float32 masters of bfloat16 parameters exist, on this rank or others that update them. All ranks
+        answer alike."""
+        return self._has_states and any(p.parameter.dtype in HALF_DTYPES for p in self._trainable.values())
+
     def initialize_states(self) -> None:
         """Gives every parameter of this rank's share a state of zeros, for a checkpoint to be loaded into."""
         for optimizer in self._optimizers:
             _inner(optimizer).state.clear()
             _initialize_missing(optimizer)
             self._begin_averages(optimizer)
+        self._has_states = True
 
 
 def _grouped(
@@ -238,10 +245,7 @@ def _initialize_missing(optimizer: torch.optim.Optimizer) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             if parameter not in inner.state:
-                inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-                }
+                inner.state[parameter] = new_state(parameter)
 
 
 def _adamw(
@@ -259,12 +263,14 @@ def _adamw(
     # One call for each group, or one for each operation, instead of a dozen small ones per parameter.
     implementation = "foreach" if config.is_exact else "fused"
     options: dict[str, object] = {"betas": config.betas, "eps": config.eps, implementation: True}
+    is_half = any(member.parameter.dtype in HALF_DTYPES for member in members)
+    optimizer_class = MasterAdamW if is_half else torch.optim.AdamW
     if group is None:
-        return torch.optim.AdamW(param_groups, **options)  # type: ignore[arg-type]
+        return optimizer_class(param_groups, **options)  # type: ignore[arg-type]
     make: Callable[..., torch.optim.Optimizer] = ZeroRedundancyOptimizer
     return make(
         param_groups,
-        optimizer_class=torch.optim.AdamW,
+        optimizer_class=optimizer_class,
         process_group=group,
         parameters_as_bucket_view=True,
         lr=config.learning_rate,

@@ -10,8 +10,8 @@ How much rounding there is, plain transformers says, run on the same batch in th
 * float32: the reference is plain float32. Where float64 shows that the gradient is zero by mathematics, an error counts
   beyond `ROUNDING_MULTIPLE` x the rounding of plain float32. Nothing is forgiven elsewhere; where plain float32 rounds
   as much, a failure says so.
-* bfloat16 (autocast): the reference is plain float64. An error counts beyond `ROUNDING_MULTIPLE` x that of plain
-  autocast, of the parameter itself or, relatively, of half of its module's parameters: the larger one.
+* bfloat16: the reference is plain float64. An error counts beyond `ROUNDING_MULTIPLE` x that of plain bfloat16, of the
+  parameter itself or, relatively, of half of its module's parameters: the larger one.
 
 docs/decisions/verification.md has the reasons.
 """

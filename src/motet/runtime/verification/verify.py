@@ -12,7 +12,6 @@ differ). Dropout must be off.
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.parallel.adapters import is_second_matrix
+from motet.parallel.main_gradients import keep_main_gradients, zero_gradient
 from motet.runtime.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
@@ -53,7 +53,7 @@ def collect_gradients(model: LocalModel) -> Versions | None:
             gradient = p.parameter.grad
             if gradient is None:
                 missing.add(p.name)
-            mine.append((p.name, p.gather(torch.zeros_like(p.parameter) if gradient is None else gradient)))
+            mine.append((p.name, p.gather(zero_gradient(p.parameter) if gradient is None else gradient)))
     return collect_versions(mine, missing)
 
 
@@ -101,7 +101,6 @@ def verify_batch(
     *,
     dtype: str,
     contrastive_batch_size: int | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Comparison | None:
     """One iteration of the engine against the references. Collective; returns the comparison on rank 0, else None.
 
@@ -109,7 +108,6 @@ def verify_batch(
         build_reference: called on rank 0 alone.
         dtype: the run's `train.dtype`. In float64 the whole call should be within `float64_throughout`.
         contrastive_batch_size: the samples that a contrastive loss compares; None: the whole batch.
-        autocast: the context in which the reference's forwards are.
     """
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
@@ -125,7 +123,6 @@ def verify_batch(
             batch,
             dtype=dtype,
             contrastive_batch_size=contrastive_batch_size,
-            autocast=autocast,
         )
         comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
     dist.barrier()
@@ -139,7 +136,6 @@ def run_references(
     *,
     dtype: str,
     contrastive_batch_size: int | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> References:
     """Fills plainly built modules with `weights` (names as in the whole model) and takes loss and gradients of the
     batch, in the run's dtype and in float64.
@@ -147,18 +143,23 @@ def run_references(
     Raises `ValueError` if the weights are not exactly theirs."""
     modules: dict[str, nn.Module] = {name: nn.ModuleDict(node.parts) for name, node in nodes.items()}
     load_weights(modules, weights)
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    keep_main_gradients(parameters)
     held = HeldBatch(batch, modules)
+    if dtype == "bfloat16":
+        held = held.to(torch.bfloat16)
 
-    def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
-        with context:
-            loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
+    def run(batch: Batch) -> LossAndGradients:
+        loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
         return LossAndGradients(loss.item(), *take_gradients(modules, weights))
 
-    plain = run(held, autocast())
+    plain = run(held)
     if dtype == "float64":
         return References(plain, plain)
+    for parameter in parameters:
+        parameter.grad_dtype = None
     for module in modules.values():
         module.double()
         for part in module.modules():
@@ -169,7 +170,7 @@ def run_references(
         if isinstance(node, CompositeNode):
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
     with float64_throughout():
-        return References(plain, run(held.double(), nullcontext()))
+        return References(plain, run(held.to(torch.float64)))
 
 
 def load_weights(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
@@ -209,8 +210,7 @@ def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> 
 
 
 class HeldBatch:
-    """A batch whose features are all there: processors that compute when asked must not do it in the model's autocast,
-    nor in its dtype."""
+    """A batch whose features are all there: processors that compute when asked must not do it in the model's dtype."""
 
     def __init__(self, batch: Batch, modules: Iterable[str]) -> None:
         self.samples = batch.samples
@@ -224,10 +224,10 @@ class HeldBatch:
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         return self._features[module, sample]
 
-    def double(self) -> "HeldBatch":
-        """Turns the features into float64."""
+    def to(self, dtype: torch.dtype) -> "HeldBatch":
+        """Turns the features into another dtype."""
         self._features = {
-            key: {name: value.double() if value.is_floating_point() else value for name, value in features.items()}
+            key: {name: value.to(dtype) if value.is_floating_point() else value for name, value in features.items()}
             for key, features in self._features.items()
         }
         return self

@@ -16,7 +16,7 @@ from motet.models.from_run_file import plain_nodes, remove_dropout
 from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.plan import Plan
-from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
+from motet.runtime.assembly import PARAMETER_DTYPES, build_engine, pick_device
 from motet.runtime.verification.optimizer_steps import compare_steps
 from motet.runtime.verification.verify import fill_adapters, verify_batch
 
@@ -46,7 +46,6 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
             build_reference,
             dtype=config.train.dtype,
             contrastive_batch_size=config.train.contrastive_batch_size,
-            autocast=autocast_for(config, torch.device("cpu")),
         )
         stepped = compare_steps(engine, config, batches, build_reference) if steps else None
     if comparison is None:

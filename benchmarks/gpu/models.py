@@ -1,0 +1,64 @@
+"""Run files of what is measured: a stage as wide as a 7B model's with a ViT-L, or tiny ones for rehearsals."""
+
+from pathlib import Path
+from typing import Any
+
+from motet.config import RunConfig
+
+WIDE = {
+    "vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+               "image_size": 336, "patch_size": 14, "vision_use_head": False},
+    "language_model": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4,
+                       "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192},
+}  # fmt: skip
+TINY = {
+    "vision": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+               "image_size": 48, "patch_size": 16, "vision_use_head": False},
+    "language_model": {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}  # fmt: skip
+
+
+def run_config(
+    output: Path,
+    device: str,
+    *,
+    tiny: bool,
+    packing: bool = False,
+    recompute: bool = False,
+    dp: int = 1,
+    steps: int = 8,
+    costs: Path | None = None,
+) -> RunConfig:
+    """Everything on each rank. `costs`: a file of measured costs."""
+    sizes = TINY if tiny else WIDE
+    cluster: dict[str, Any] = {"device": device, "num_devices": dp}
+    if costs is not None:
+        cluster["costs"] = str(costs)
+    part = {"dp": dp}
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "encoders": {
+                    "vision": {"config": "SiglipVisionConfig", "values": sizes["vision"], "projector": "mlp"},
+                },
+                "language_model": {"config": "LlamaConfig", "values": sizes["language_model"]},
+            },
+            "data": {"kind": "dial-a-digit", "num_train": 256, "no_image": 0.0, "no_sound": 1.0},
+            "cluster": cluster,
+            "parallel": {
+                "planner": "explicit",
+                "placement": "replicated",
+                "explicit": {"vision": part, "language_model": part},
+                "num_microbatches": 2,
+                "packing": packing,
+                "recompute": ("vision", "language_model") if recompute else (),
+            },
+            "train": {
+                "steps": steps,
+                "global_batch_size": (8 if tiny else 16) * dp,
+                "dtype": "bfloat16",
+                "output": str(output),
+            },
+        }
+    )

@@ -1,0 +1,86 @@
+"""One iteration on one device: where the host waits for it, which share of the time it is idle, and its top kernels."""
+
+import argparse
+import json
+import re
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.models import run_config
+from motet.api import read_problem
+from motet.config import RunConfig
+from motet.data.loader import Loader
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
+from motet.plan import Plan
+from motet.planner.from_run_file import plan_for
+from motet.runtime.assembly import build_engine, pick_device
+from motet.runtime.launch import launch
+
+
+def work(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    device = pick_device(config, 0)
+    data = open_data(config)
+    engine = build_engine(config, plan, device)
+    loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=0, batches_ahead=0)
+    batches = [next(loader) for _ in range(4)]
+    for batch in batches[:2]:
+        engine.model.zero_gradients()
+        engine.run(batch)
+    sites: Counter[str] = Counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            engine.run(batches[2])
+            torch.cuda.set_sync_debug_mode("default")
+        sites.update(f"{Path(w.filename).name}:{w.lineno}" for w in caught if re.search("synchroniz", str(w.message)))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as recorded:
+        engine.run(batches[3])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
+    spans = sorted((e.time_range.start, e.time_range.end) for e in recorded.events() if e.device_type == on_device)
+    events = recorded.events()
+    whole = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == on_device:
+            kernels[event.name] += event.time_range.end - event.time_range.start
+    return {
+        "waits_of_the_host": sum(sites.values()),
+        "waits_by_site": dict(sites.most_common()),
+        "idle_share": 1 - _covered(spans) / whole,
+        "top_kernels_us": dict(kernels.most_common(12)),
+    }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    covered, end = 0.0, float("-inf")
+    for start, stop in spans:
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = run_config(Path(folder), args.device, tiny=args.tiny, packing=True)
+        plan = plan_for(config, read_problem(config))
+        print(json.dumps(launch(work, config, plan, num_processes=1, device=args.device)))
+
+
+if __name__ == "__main__":
+    main()

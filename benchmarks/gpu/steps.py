@@ -1,0 +1,150 @@
+"""The steps of `make gpu`: commands, their time limits, and how many GPUs they need.
+
+Each prints one JSON object as the last line of its output, or is a test, whose exit code says all. A rehearsal runs
+the same commands on CPUs in small sizes.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny.yaml"
+
+
+SHORT = ("train.steps=4", "train.checkpoint_every=2", "train.global_batch_size=8", "data.num_train=64")
+
+
+@dataclass(frozen=True)
+class Step:
+    """`command`: arguments of Python. `environment`: added to this process's."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def steps(num_gpus: int, *, rehearsal: bool, output: Path) -> list[Step]:
+    """The list for one GPU, and with two or more the second list, too. `output`: a folder for what steps write.
+
+    `num_gpus`: those of this machine; in a rehearsal, as many as are pretended to be there."""
+    device = "cpu" if rehearsal else "cuda"
+    found = _for_one(device, rehearsal, output)
+    if num_gpus > 1:
+        found += _for_several(device, output)
+    # CPUs that others use, too, take their time.
+    return [replace(step, limit_s=10 * step.limit_s) for step in found] if rehearsal else found
+
+
+def _motet(
+    command: str, device: str, output: Path, *settings: str, ranks: int = 1, parallel: str = ""
+) -> tuple[str, ...]:
+    parallel = parallel or (
+        "{planner: explicit, placement: replicated, num_microbatches: 2, "
+        "explicit: {vision: {}, audio: {}, language_model: {}}}"
+    )
+    every = (*SHORT, f"cluster.device={device}", f"cluster.num_devices={ranks}", f"parallel={parallel}")
+    written = (f"train.output={output}",) if command == "train" else ()
+    arguments = [part for setting in (*every, *written, *settings) for part in ("--set", setting)]
+    return ("-m", "motet", command, str(TINY), *arguments, "--json")
+
+
+def _tests(path: str, select: str, *, all_cases: bool = True) -> tuple[str, ...]:
+    marks = ("-m", "campaign or not campaign") if all_cases else ()
+    return (
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        path,
+        *marks,
+        *(("-k", select) if select else ()),
+    )
+
+
+def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
+    on_device = (("MOTET_TEST_DEVICE", device), ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"))
+    ranks = "tests/gpu/test_ranks_on_one_gpu.py"
+    measure = ("--device", device, *(("--tiny",) if rehearsal else ()))
+    small = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
+    kernels = small if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
+    reports = (("MOTET_REPORTS", str(output.parent)),)
+    resume = f"train.resume={json.dumps('latest')}"
+    speeds = [
+        Step(f"speed {name}", ("-m", "benchmarks.gpu.stage_speed", *measure, *arguments), 60)
+        for name, arguments in {
+            "padded": (),
+            "packed": ("--packing",),
+            "packed, recomputed": ("--packing", "--recompute"),
+        }.items()
+    ]
+    return [
+        Step("versions", ("-m", "benchmarks.gpu.versions", "--device", device), 60),
+        Step("train float32", _motet("train", device, output / "float32"), 60),
+        Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 60),
+        Step("verify", _motet("verify", device, output, "train.dtype=float64"), 60),
+        Step("verify families", _tests(ranks, "test_families"), 90, on_device),
+        Step("kernels", _tests("tests/attention/kernels", "test_tasks" if rehearsal else "", all_cases=False), 90),
+        Step("ranks on one GPU", _tests(ranks, "test_layouts"), 90, on_device),
+        Step("one step", ("-m", "benchmarks.gpu.one_step", *measure), 60),
+        *speeds,
+        Step("attention", ("-m", "benchmarks.attention_kernels", *kernels), 60, reports),
+        Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60),
+        Step("predicted", ("-m", "benchmarks.gpu.predicted", *measure), 90),
+    ]
+
+
+def _for_several(device: str, output: Path) -> list[Step]:
+    replicated = (
+        "{planner: explicit, placement: replicated, num_microbatches: 4, "
+        "explicit: {vision: %s, audio: %s, language_model: {%s}}}"
+    )
+    tied = (
+        "model.language_model={config: LlamaConfig, values: {vocab_size: 64, hidden_size: 64, intermediate_size: 128, "
+        "num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}"
+    )
+    two = {
+        "verify tied stages": ("pp: 2", "{}"),
+        "verify tensor parallelism": ("tp: 2", "{tp: 2}"),
+        "verify data parallelism": ("dp: 2", "{dp: 2}"),
+    }
+    verified = [
+        Step(
+            name,
+            _motet(
+                "verify", device, output, "train.dtype=float64", tied,
+                ranks=2, parallel=replicated % (encoders, encoders, language_model),
+            ),
+            90,
+        )
+        for name, (language_model, encoders) in two.items()
+    ]  # fmt: skip
+    pipeline = replicated % ("{}", "{}", "pp: 2")
+    return [
+        *verified,
+        Step("train on two", _motet("train", device, output / "two", ranks=2, parallel=pipeline), 60),
+        Step("kill -9", ("-m", "benchmarks.gpu.kill", "--device", device, "--output", str(output / "kill")), 120),
+        Step("communicators", ("-m", "benchmarks.gpu.communicator_memory", "--device", device), 60),
+        Step(
+            "data parallel speed",
+            (
+                "-m",
+                "benchmarks.gpu.stage_speed",
+                "--device",
+                device,
+                "--dp",
+                "2",
+                *(("--tiny",) if device == "cpu" else ()),
+            ),
+            90,
+        ),
+    ]
+
+
+def python_command(step: Step) -> list[str]:
+    return [sys.executable, *step.command]
