@@ -21,24 +21,22 @@ from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, llama_config, vlm_config
 from motet.config import RunConfig
 from motet.plan import Plan
-from motet.planner.from_run_file import iteration_costs, planning_problem
-from motet.planner.layout import explicit_plan
-from motet.planner.problem import Degrees
+from motet.planner.from_run_file import iteration_costs, plan_for, planning_problem
 from motet.runtime.assembly import build_engine
 from motet.runtime.launch import launch
 from motet.runtime.messages import Mailbox
 from motet.schedule.routes import derive_routes
 
 TEXT, VISION = "language_model", "vision"
-LAYOUTS: Mapping[str, tuple[str, Mapping[str, Degrees]]] = {
-    "pp 4": ("float32", {TEXT: Degrees(pp=4)}),
-    "pp 2 x tp 2": ("float32", {TEXT: Degrees(pp=2, tp=2)}),
-    "pp 2 x tp 2, sequence parallel": ("float32", {TEXT: Degrees(pp=2, tp=2, sequence_parallel=True)}),
-    "pp 2 x cp 2": ("float32", {TEXT: Degrees(pp=2, cp=2)}),
-    "pp 4, bfloat16": ("bfloat16", {TEXT: Degrees(pp=4)}),
-    "pp 2 x tp 2, sequence parallel, bfloat16": ("bfloat16", {TEXT: Degrees(pp=2, tp=2, sequence_parallel=True)}),
-    "encoder tp 2, then tp 2": ("float32", {VISION: Degrees(tp=2), TEXT: Degrees(tp=2)}),
-    "encoder pp 2, then tp 2, bfloat16": ("bfloat16", {VISION: Degrees(pp=2), TEXT: Degrees(tp=2)}),
+LAYOUTS: Mapping[str, tuple[str, dict[str, dict[str, int]]]] = {
+    "pp 4": ("float32", {TEXT: {"pp": 4}}),
+    "pp 2 x tp 2": ("float32", {TEXT: {"pp": 2, "tp": 2}}),
+    "pp 2 x tp 2, sequence parallel": ("float32", {TEXT: {"pp": 2, "tp": 2, "sequence_parallel": True}}),
+    "pp 2 x cp 2": ("float32", {TEXT: {"pp": 2, "cp": 2}}),
+    "pp 4, bfloat16": ("bfloat16", {TEXT: {"pp": 4}}),
+    "pp 2 x tp 2, sequence parallel, bfloat16": ("bfloat16", {TEXT: {"pp": 2, "tp": 2, "sequence_parallel": True}}),
+    "encoder tp 2, then tp 2": ("float32", {VISION: {"tp": 2}, TEXT: {"tp": 2}}),
+    "encoder pp 2, then tp 2, bfloat16": ("bfloat16", {VISION: {"pp": 2}, TEXT: {"tp": 2}}),
 }
 
 
@@ -104,10 +102,16 @@ def main(arguments: list[str] | None = None) -> Report:
         wide = llama_config(num_blocks=args.layers, **sizes)
         if VISION in degrees:
             wide = vlm_config(num_vision_blocks=4, num_llm_blocks=args.layers, trains="all", **sizes)
-        wide = wide.model_copy(update={"cluster": wide.cluster.model_copy(update={"num_devices": 4})})
-        config = wide.model_copy(update={"train": wide.train.model_copy(update={"dtype": dtype})})
+        values = wide.model_dump(exclude_unset=True)
+        values["parallel"] |= {"planner": "explicit", "explicit": degrees}
+        wide, config = (
+            RunConfig.model_validate(
+                {**values, "cluster": {"num_devices": 4}, "train": {**values["train"], "dtype": each}}
+            )
+            for each in ("float32", dtype)
+        )
         batches[name] = SyntheticBatch(wide, num_samples=num_samples, num_text_tokens=args.tokens)
-        plan = explicit_plan(planning_problem(config, batches[name].samples), degrees)
+        plan = plan_for(config, planning_problem(config, batches[name].samples))
         runs[name] = (config, wide, plan)
     found = launch(measure, runs, batches, num_processes=4)
 

@@ -177,8 +177,8 @@ def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
     for i, cp in enumerate(sizes):
         is_block, cell = i in (1, 2), Cell("vision", 0, i, 0)
         num_shares = cp if is_block else 1
-        # Of what enters the head its ranks have their shares.
-        saved = one.saved_bytes(cell, False) / num_shares - (i == 3) * tokens / 2
+        # Of what enters the head its ranks have their shares, beside what they gather.
+        saved = one.saved_bytes(cell, False) / num_shares + (i == 3) * tokens / 2
         assert shared.saved_bytes(cell, False) == pytest.approx(saved)
         for kind, cost in ((Kind.FORWARD, layers[i].forward), (Kind.INPUT, layers[i].input_gradient)):
             if kind is Kind.INPUT and i == 0:

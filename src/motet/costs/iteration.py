@@ -376,7 +376,13 @@ class IterationCosts:
 
     def _saved_whole(self, kind: CellKind, load: Load) -> int:
         module = self.plan.modules[kind.module]
-        return self._saved_input(kind, load) + sum(
+        workload = self.cells.workload(kind.module)
+        # The first layer's norm, or a recomputed block, saves the tensor that the stage receives, unless it gathers it.
+        first = workload.layers[kind.stage.layers[0]]
+        gathers = first.part == "head" and kind.stage.cp_size > 1 and not workload.is_shared(first)
+        gathers = gathers or module.sequence_parallel
+        is_counted = first.saved_vectors > 0 and not gathers and not workload.num_time_vectors
+        return (0 if is_counted else self._saved_input(kind, load)) + sum(
             count
             * saved_layer_bytes(
                 layer,

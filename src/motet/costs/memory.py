@@ -263,8 +263,10 @@ def half_saved_layer_bytes(
 
 
 def _inputs(layer: LayerShape) -> Sequence[Linear]:
-    """One linear for each tensor that linears save. Adjacent linears of equal width share their input. Of linears with
-    adapters it is the adapters that save it."""
+    """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except a
+    projector's, which follow one another. Of linears with adapters it is the adapters that save it."""
+    if layer.part == "projector":
+        return layer.trained_linears
     groups = groupby(layer.trained_linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
     return [next(members) for _, members in groups]
 

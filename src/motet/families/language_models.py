@@ -63,9 +63,11 @@ def check_causal(config: Any) -> None:
 def is_tied(model: Any) -> bool:
     """Whether embedding and head share their weight."""
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if head.is_meta != embedding.is_meta:  # One of them is another stage's.
-        return bool(getattr(model.config, "tie_word_embeddings", False))
-    return head is embedding
+    if head.is_meta == embedding.is_meta:
+        return head is embedding
+    # One of them is another stage's. Some classes do not tie, whatever their configuration says (BigBird-Pegasus).
+    both = {name for name, p in model.named_parameters(remove_duplicate=False) if p is head or p is embedding}
+    return any(name in both and source in both for name, source in model.all_tied_weights_keys.items())
 
 
 def next_labels(labels: Tensor) -> Tensor:

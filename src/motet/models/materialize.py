@@ -37,7 +37,7 @@ from motet.families.discovery.composite import Composite, composite_class_of, fi
 from motet.families.discovery.language_model_parts import causal_layer_parts, num_causal_layers
 from motet.families.encoders.own_encoders import build, build_on_meta
 from motet.families.hf_config import stored_folder, tower_family
-from motet.families.language_models import check_causal
+from motet.families.language_models import check_causal, is_tied
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 
@@ -135,8 +135,8 @@ def materialize(
     model = model_on_meta(model_class_of(config.model_type, kind), config, dtype, where)
     all_parts = [layer_parts(model, kind, layer) for layer in range(num_module_layers(model, kind))]
     added = {n for n, _ in model.named_parameters() if kind == "decoder" and is_added(model, n)}
-    is_tied = kind != "encoder" and bool(config.tie_word_embeddings)
-    _fill(model, all_parts, layers, part, name=name, where=where, is_tied=is_tied, may_lack=added)
+    tied = kind != "encoder" and is_tied(model)
+    _fill(model, all_parts, layers, part, name=name, where=where, is_tied=tied, may_lack=added)
     return model
 
 
@@ -194,6 +194,13 @@ def _fill(
         model.tie_weights()
     if has_weights:
         _read_weights(model, parts, stored_folder(part), where, may_lack=may_lack)
+    left = [key for key, tensor in _tensors_of(model, parts, outside) if _is_left(tensor)]
+    if left:
+        raise UserError(
+            f"{where}: {type(model).__name__} gives {left[0]} its value in its constructor alone, which does not run "
+            "where a model is built without memory; "
+            + ("it is not supported" if has_weights else "give a folder with weights (path or hub)")
+        )
 
 
 def stored_tensor(part: PartConfig, key: str, *, where: str) -> torch.Tensor | None:
@@ -245,6 +252,35 @@ def _give_memory(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) -
     for module in outside:
         for key, buffer in module.named_buffers(recurse=False):
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
+    for _, tensor in _tensors_of(model, parts, outside):
+        _mark(tensor)
+
+
+def _tensors_of(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that was given memory, by name."""
+    paths = [path for paths in parts.values() for path in paths]
+    others = {id(buffer) for module in outside for buffer in module.buffers(recurse=False)}
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in others or any(key == path or key.startswith(f"{path}.") for path in paths):
+            yield key, tensor
+
+
+@torch.no_grad()
+def _mark(tensor: torch.Tensor) -> None:
+    """Puts a value into fresh memory by which it is known if nobody writes to it."""
+    if tensor.numel() and tensor.dtype != torch.bool:
+        tensor.view(-1)[0] = _mark_of(tensor)
+
+
+def _is_left(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or tensor.dtype == torch.bool:
+        return False
+    first, mark = tensor.detach().view(-1)[0], _mark_of(tensor)
+    return bool(first.isnan()) if mark != mark else bool(first == mark)
+
+
+def _mark_of(tensor: torch.Tensor) -> float | int:
+    return float("nan") if tensor.is_floating_point() or tensor.is_complex() else torch.iinfo(tensor.dtype).max - 5
 
 
 def _draw(model: Any, parts: Parts, outside: Sequence[nn.Module], *, seed: int, name: str) -> None:

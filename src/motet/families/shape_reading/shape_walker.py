@@ -422,6 +422,7 @@ class _LayerReader:
             other_parameters=others,
             vocabulary=vocabulary,
             saved_vectors=self._vectors(saved),
+            saved_vectors_for_weights=self._vectors(e for e in saved if e.kind == "rms"),
             float32_vectors=self._vectors(e for e in saved if e.kind == "rms"),
         )
 

@@ -96,7 +96,8 @@ def merge(embeddings: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """`embeddings` [rows, columns, H] with `tokens` [n, H] in place of what stood at `places`."""
     rows, columns, width = embeddings.shape
     flat = embeddings.reshape(rows * columns, width)
-    return flat.index_copy(0, to_device(places, flat.device), tokens.to(flat.dtype)).view(rows, columns, width)
+    # index_copy would keep the tokens for its backward.
+    return flat.index_put((to_device(places, flat.device),), tokens.to(flat.dtype)).view(rows, columns, width)
 
 
 def all_tokens(hidden: Tensor, sequences: SequenceLayout) -> Tensor:

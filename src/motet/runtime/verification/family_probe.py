@@ -47,9 +47,10 @@ from motet.runtime.engine import Engine
 from motet.runtime.launch import WorkerFailedError, launch, started_by_torchrun
 from motet.runtime.verification.verify import verify_batch
 
-LENGTHS = (23, 9, 17, 5)
-"""Tokens of the samples. The longest exceeds the tiny model's attention window and the length at which its rotary
-positions begin to scale."""
+LENGTHS = (23, 17, 9, 5)
+"""Tokens of the samples. The first two exceed the tiny model's attention window, the length at which its rotary
+positions begin to scale, and the number of keys that sparse attention selects: padded beside the first, the second
+shows whether the selection depends on the padding."""
 TIMEOUT = datetime.timedelta(seconds=60)
 
 BuildNodes = Callable[[], Mapping[str, ModuleNode]]
