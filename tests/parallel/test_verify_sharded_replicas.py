@@ -155,7 +155,6 @@ def test_training_keeps_a_share_of_everything(dp: int) -> None:
                 tp_size=1,
                 num_holders=1,
                 num_shares=dp,
-                fully_sharded=True,
                 options=MemoryOptions(),
             )
         )

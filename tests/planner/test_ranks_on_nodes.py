@@ -92,7 +92,7 @@ def test_groups_on_two_nodes_pay_for_the_network():
     near_s, far_s = (collective_seconds(problem.cluster, "all_reduce", ranks, num_bytes) for ranks in [(2, 3), (2, 4)])
     longer_s = far.costs.compute_s(forward) - near.costs.compute_s(forward)
     # Rows of both encoders come in two shares, which the group puts together: as many of the one as of the other.
-    rows = near.costs.cells.load_of(forward.cell).incoming * 128 * problem.memory.message_bytes
+    rows = near.costs.cells.load_of(forward.cell).incoming * 128 * problem.memory.activation_bytes
     near_gather_s, far_gather_s = (
         2 * collective_seconds(problem.cluster, "all_gather", ranks, rows / 2) for ranks in [(2, 3), (2, 4)]
     )
