@@ -20,7 +20,17 @@ from random import Random
 from typing import Any, Literal
 from unittest import mock
 
-from chaos import DETECT_S, STEPS, Layout, _draw_kill, config_of, pipelines_of, plan_and_templates, undisturbed
+from chaos import (
+    DETECT_S,
+    STEPS,
+    Layout,
+    config_of,
+    draw_kill,
+    import_models,
+    pipelines_of,
+    plan_and_templates,
+    undisturbed,
+)
 from etcd_servers import EtcdServers, etcd_servers
 from ledger import Ids, recorded
 from victims import Board, Kill, Victim, observed
@@ -65,7 +75,7 @@ def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = 
     is_double = rng.random() < 0.4 if is_double is None else is_double
 
     def kill(node: int, phase: str, ways: tuple[str, ...]) -> Kill:
-        drawn = _draw_kill(rng, node, "saving" if phase == "evaluation" else phase)
+        drawn = draw_kill(rng, node, "saving" if phase == "evaluation" else phase)
         return Kill(node, max(1, drawn.after_steps), phase, 0, drawn.delay_s, rng.choice(ways))
 
     kills = [kill(nodes[0], rng.choice(PHASES), OF_NODES)]
@@ -119,6 +129,7 @@ class WildOutcome:
 
 def run_wild(trial: WildTrial) -> WildOutcome:
     """Raises `AssertionError` if something is not as it must be."""
+    import_models()
     losses, ids = undisturbed(1, trial.layout)
     plan, templates = plan_and_templates(trial.layout, 1, pipelines_of(trial.layout, 1, False))
     board = Board()
@@ -160,7 +171,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     # Where no process has survived, the result holds the steps since the checkpoint; the metrics hold all of them.
     written = {line["step"]: line["loss"] for line in metrics if "loss" in line}
     assert sorted(written) == list(range(1, STEPS + 1)), (trial, metrics, log)
-    pairs = [*zip(result["losses"], losses[-len(result["losses"]) :], strict=True)]
+    pairs = [*zip(result["losses"], losses[STEPS - len(result["losses"]) :], strict=True)]
     pairs += [(loss, losses[step - 1]) for step, loss in written.items()]
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     assert error <= LONGEST_ERROR, (trial, error, log)

@@ -57,7 +57,13 @@ from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
-from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, resume_message, training_result
+from motet.runtime.training.worker import (
+    check_has_steps_left,
+    checkpoint_to_resume,
+    make_trainer,
+    resume_message,
+    training_result,
+)
 
 PATIENCE_S = 5.0
 """Time from a broken connection to the membership that explains it, beside an agent's wait for the store's answer."""
@@ -116,6 +122,7 @@ class TrainingProcess:
             self._producers.close()
 
     def _run(self) -> None:
+        gc.freeze()  # Of what the parent had there is nothing to collect, and a recovery would wait for the search.
         if (reason := why_unfit(self._device)) is not None:
             self._link.send("hung", reason)
             time.sleep(RENDEZVOUS_S)  # The agent ends this node.
@@ -334,6 +341,8 @@ class TrainingProcess:
         if (is_expected or found is not None) and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
+            if is_first_start:  # Else what was lost after the last checkpoint is only the end of the run.
+                check_has_steps_left(self._config.train.steps, *found)
             trainer.resume(*found)
             if before is not None:
                 trainer.summary.keep_record(before)

@@ -146,10 +146,6 @@ class Trainer:
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
         """Continues from a checkpoint. Under the same plan, losses are bitwise those of an undisturbed run."""
-        if state.step >= self.settings.steps:
-            raise UserError(
-                f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
-            )
         check_same_computation(checkpoint, state.model, self.computation)
         if state.data:  # A loop of the user's own has none (`ParallelModule.save_checkpoint`).
             self.loader.load_state(state.data)
