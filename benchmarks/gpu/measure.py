@@ -27,7 +27,9 @@ VARIANTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "padded": speed,
     "packed": partial(speed, packing=True),
     "one step, packed": one_step,
-    "packed, recomputed": partial(speed, packing=True, recompute=True),
+    "packed, blocks recomputed": partial(speed, packing=True, recompute="blocks"),
+    "packed, attention recomputed": partial(speed, packing=True, recompute="attention"),
+    "packed, activations offloaded": partial(speed, packing=True, recompute="offload"),
     "predicted": predicted_and_measured,
 }
 """Each is called with what `run_config` takes."""

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from motet.config import RunConfig
+from motet.recomputation import with_kind
 
 WIDE = {
     "vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -43,7 +44,7 @@ def run_config(
     weights: Path | None = None,
     tiny: bool,
     packing: bool = False,
-    recompute: bool = False,
+    recompute: str | None = None,
     dp: int = 1,
     steps: int = 8,
     costs: Path | None = None,
@@ -52,6 +53,7 @@ def run_config(
 
     Args:
         weights: what `write_weights` has written; None: drawn by each rank.
+        recompute: the kind of activation checkpointing of both modules.
         costs: a file of measured costs.
     """
     sizes = TINY if tiny else WIDE
@@ -77,7 +79,9 @@ def run_config(
                 "explicit": {"vision": part, "language_model": part},
                 "num_microbatches": 2,
                 "packing": packing,
-                "recompute": ("vision", "language_model") if recompute else (),
+                "recompute": tuple(with_kind(name, recompute) for name in ("vision", "language_model"))
+                if recompute
+                else (),
             },
             "train": {
                 "steps": steps,
