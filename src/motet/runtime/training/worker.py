@@ -15,7 +15,7 @@ from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
 from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
-from motet.devices import peak_memory_bytes
+from motet.devices import barrier, peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.agreement import gather_values
@@ -51,7 +51,7 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
             trainer.start_from(Path(config.train.start_from))
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
-        dist.barrier()  # Links are tried with little patience for a rank that is late.
+        barrier()  # Links are tried with little patience for a rank that is late.
         trainer.engine.open_communicators()
         return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.devices import communication_device
+from motet.devices import barrier, communication_device
 from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
 from motet.models.graph import ModuleNode
@@ -125,7 +125,7 @@ def verify_batch(
             contrastive_batch_size=contrastive_batch_size,
         )
         comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
-    dist.barrier()
+    barrier()
     return comparison
 
 
