@@ -18,6 +18,7 @@ from motet.data.service.opening import Producers, open_producers
 from motet.devices import barrier, peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.from_run_file import shortest_seconds
 from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
@@ -25,6 +26,7 @@ from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, 
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory
+from motet.runtime.training.rates import Rates
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
@@ -90,7 +92,8 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
                 flush=True,
             )
     optimizer = build_optimizer(config, engine.model)
-    return Trainer(engine, optimizer, loader, held_out, train, computation_of(config))
+    rates = Rates(engine.plan, shortest_seconds(config, engine.plan))
+    return Trainer(engine, optimizer, loader, held_out, train, rates, computation_of(config))
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def training_result(
             "bubble_fraction": summary.timeline.bubble_fraction,
             "peak_memory_bytes": peaks,
             "num_devices": dist.get_world_size(),
-            "mfu": None,
+            "mfu": settled_median(summary.mfu) if summary.mfu else None,
             "timeline": summary.timeline.to_json(),
         },
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
