@@ -287,6 +287,7 @@ class Trainer:
             if self.settings.clip_grad_norm:
                 self.engine.model.clip_gradients(gradient_norm, self.settings.clip_grad_norm)
             self.optimizer.step(self.finished_steps, is_finite)
+            self.engine.router_corrections.update(is_finite)
             self.engine.model.after_update()
 
     def update(self, result: IterationResult, data: dict[str, Any]) -> None:
