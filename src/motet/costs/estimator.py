@@ -27,7 +27,7 @@ from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, 
 from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.recomputed import layer_passes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
-from motet.plan import Edge, LayerRange, Stage
+from motet.plan import ContextOptions, Edge, LayerRange, Stage
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ class Estimator:
         seconds = []
         for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
             runs_again = needs.any and layer.treatment in ("recomputed", "attention")
-            keys_s = key_exchange(layer, stage, self.cluster, self.memory).seconds(load)
+            keys_s = key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory).seconds(load)
             total_s = (shared if workload.is_shared(layer) else whole)[index]
             total_s += (1 + needs.any + runs_again) * keys_s
             if workload.encodes_items and layer.part == "head":

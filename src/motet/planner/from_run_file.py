@@ -150,7 +150,9 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
         return make_plan(problem, planner, placement=parallel.placement)
     media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
     degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
-    return make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
+    plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
+    again = [name for name, own in plan.modules.items() if own.data_module(name) in parallel.recompute_features]
+    return replace(plan, recompute_features=tuple(again)) if again else plan
 
 
 def _explicit_contrastive_plan(config: RunConfig, problem: PlanningProblem) -> Plan:

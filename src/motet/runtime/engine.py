@@ -27,6 +27,7 @@ from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.messages import LocalProgram, local_program
 from motet.runtime.preflight import open_communicators
+from motet.runtime.router_corrections import RouterCorrections
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import LossRunner, StageRunner
 from motet.schedule.action import Compute
@@ -106,7 +107,8 @@ class Engine:
 
     `expect`: by what actions are ordered, as where the plan was evaluated; None: all take equally long, and memory is
     no limit. Batches of one form are ordered as the first of them. `keeps_unreached`: a parameter that no sample of a
-    batch reaches has no gradient after an iteration, as in a plain loop; otherwise its gradient is zero."""
+    batch reaches has no gradient after an iteration, as in a plain loop; otherwise its gradient is zero.
+    `router_bias_update_rate`: of the corrections of routers' scores; 0: they stay."""
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class Engine:
         expect: Expect | None = None,
         num_spare_ranks: int = 0,
         keeps_unreached: bool = False,
+        router_bias_update_rate: float = 0.0,
     ) -> None:
         check_assignment(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
@@ -146,6 +149,7 @@ class Engine:
         if keeps_unreached:
             mine = sorted({p.name for p in self.model.parameters if p.reduce is not None})
             self._trained = sorted({name for names in gather_values(list[str], mine) for name in names})
+        self.router_corrections = RouterCorrections(self.model, router_bias_update_rate)
         if not pairs_by_tag():
             self.open_communicators()
         self.wants_pause: Callable[[], bool] = lambda: False
@@ -253,6 +257,7 @@ class Engine:
             for name, module in losses.items()
         }
         self.gradients_are_complete = False
+        self.router_corrections.begin()
         if self._copies is None:
             self.executor.run(program, routes, batch, tokens, seed)
         else:
@@ -274,6 +279,7 @@ class Engine:
                 self.model.finish_gradients()
             if self._trained:
                 self._forget_unreached(reached)
+            self.router_corrections.sum_counts(self.executor, self.device)
             totals[len(losses)] = to_device(self.model.counted_squared_norm(), self.device)
             self.gradients_are_complete = self.was_aborted is None
         self.executor.sum_over_ranks(totals, "of losses")

@@ -230,7 +230,7 @@ class Trainer:
             self._sinks = self._open_sinks(self.finished_steps - (not is_settled))
             if not is_settled:  # A failure came between a step and what follows it.
                 assert self.summary.last is not None
-                self._write(self._metrics(self.summary.last))
+                self._write(self.finished_steps, self._metrics(self.finished_steps, self.summary.last))
                 self._evaluate_and_save(progress)
             elif self.summary.save_again:
                 self._save()
@@ -325,10 +325,7 @@ class Trainer:
         self.summary.step_s.append(step_s)
         self.summary.iteration_s.append(iteration_s)
         values: Values = {
-            "loss": result.loss,
-            **_losses_by_module(result),
-            "gradient_norm": result.gradient_norm,
-            "learning_rate": self.settings.learning_rate * self.optimizer.factor(step.number - 1),
+            **self._metrics(step.number, result),
             "step_s": step_s,
             "data_s": step.data_s,
             "peak_memory_bytes": result.peak_memory_bytes,
@@ -348,6 +345,7 @@ class Trainer:
             if self.settings.clip_grad_norm:
                 self.engine.model.clip_gradients(gradient_norm, self.settings.clip_grad_norm)
             self.optimizer.step(number - 1, is_finite)
+            self.engine.router_corrections.update(is_finite)
             self.engine.model.after_update()
 
     def update(self, result: IterationResult, data: dict[str, Any]) -> None:
@@ -452,13 +450,13 @@ class Trainer:
             num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model, self.optimizer)
         on_first_rank(None, lambda: _make_folder(self.output, num_bytes))
 
-    def _metrics(self, result: IterationResult) -> dict[str, float]:
-        """Of the last finished step, without times."""
+    def _metrics(self, number: int, result: IterationResult) -> Values:
+        """Of a finished step, without times."""
         return {
             "loss": result.loss,
             **_losses_by_module(result),
             "gradient_norm": result.gradient_norm,
-            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+            "learning_rate": self.settings.learning_rate * self.optimizer.factor(number - 1),
         }
 
     def _open_sinks(self, keep_until_step: int) -> list[Sink]:
