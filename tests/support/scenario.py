@@ -20,6 +20,7 @@ from motet.families.language_models import cross_attention_layers, is_tied
 from motet.models.materialize import read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
+from motet.recomputation import BLOCKS, with_kind
 
 CONTEXT_BLOCK = 4
 """Tokens that context parallelism keeps together: samples here are short."""
@@ -31,6 +32,11 @@ FROZEN = {
     "all but encoders": ("vision projector", "audio projector", "language_model"),
     "audio": ("audio", "audio projector"),
 }
+
+
+def recomputed(how: bool | str, *modules: str) -> tuple[str, ...]:
+    """`parallel.recompute` of these modules."""
+    return tuple(with_kind(name, BLOCKS if how is True else how) for name in modules) if how else ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Scenario:
     packing: bool = False
     fully_sharded: bool = False
     sharded_replicas: int = 1
-    recompute: bool = False
+    recompute: bool | str = False
+    """Whether all blocks are recomputed, or a kind of recomputation."""
     dtype: str = "float64"
 
     @property
@@ -192,7 +199,7 @@ class Scenario:
             schedule=self.schedule,
             assignment=self.assignment,
             max_packed_tokens=self.max_packed_tokens,
-            recompute=("vision", "audio", "language_model") if self.recompute else (),
+            recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
         )
         return _replicated(plan) if self.placement == "replicated" else plan
 
