@@ -76,9 +76,9 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("verify", _motet("verify", device, output, "train.dtype=float64"), 90),
         Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
         Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
+        Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 240, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
-        Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60, alone=True),
     ]
 
