@@ -93,6 +93,13 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("ranks on one GPU", _tests(ranks, "test_layouts"), 90, on_device),
         Step("one step", ("-m", "benchmarks.gpu.one_step", *measure), 60),
         *speeds,
+        Step(
+            "packed attention",
+            _tests("tests/parallel/test_packed_attention.py", "dense", all_cases=False),
+            60,
+            on_device,
+        ),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", *measure), 150),
         Step("attention", ("-m", "benchmarks.attention_kernels", *kernels), 60, reports),
         Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60),
         Step("predicted", ("-m", "benchmarks.gpu.predicted", *measure), 90),
