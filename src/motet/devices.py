@@ -5,11 +5,14 @@ Nothing here names a kind of accelerator: `torch.accelerator` and the device's m
 
 import resource
 import sys
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -28,6 +31,12 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
 
 
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Waits for all ranks of the group, on this rank's own device."""
+    device = communication_device(group)
+    dist.barrier(group, device_ids=[device.index] if has_own_memory(device) else None)
+
+
 def device_module(device: torch.device) -> Any:
     """torch's module of this kind of device, such as `torch.cuda`."""
     return torch.get_device_module(device)
@@ -35,7 +44,7 @@ def device_module(device: torch.device) -> Any:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, for what follows there. The host does not wait, and may free or change its tensor."""
-    if tensor.device == device or not has_own_memory(device):
+    if not has_own_memory(device) or has_own_memory(tensor.device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
@@ -72,6 +81,19 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done all that it was given."""
     if has_own_memory(device):
         torch.accelerator.synchronize(device)
+
+
+def on_this_stream(device: torch.device, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, for another thread: on the device's stream of this one."""
+    if not has_own_memory(device):
+        return call
+    stream = torch.accelerator.current_stream(device)
+
+    def on_stream() -> T:
+        torch.accelerator.set_stream(stream)
+        return call()
+
+    return on_stream
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from interrupted_training import (
 )
 from ledger import applied_ids, recorded
 from training import plan_of
+from waiting import wait_until
 
 from motet.config import RunConfig
 from motet.plan import Plan
@@ -87,19 +88,20 @@ def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) ->
 def test_a_spare_takes_the_place_of_a_slow_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = {"tolerate": 1, "detect_s": 10, "replace_stragglers_after_s": 1e-9}
     config = config_of(tmp_path, train__failures=failing)
-    plan, first, is_slow, seen = plan_of(config), once(), [False], set[int]()
+    plan, first, is_slow, has_come = plan_of(config), once(), [False], FORK.Event()
+    seen: list[Trainer] = []
     monkeypatch.setattr(stragglers, "WINDOW", 1)
     monkeypatch.setattr(stragglers, "action_s", lambda _: 5e-3 if is_slow[0] else 1e-3)
 
     def note(trainer: Trainer) -> None:
         is_slow[0] = is_slow[0] or (trainer.engine.model.mesh.rank == 3 and first())
-        step = trainer.finished_steps
-        is_new = step not in seen
-        seen.add(step)
-        if step in (2, 3) and is_new and 0 in seen:  # The node joins; it takes the slow one's place.
-            wait_for_a_change(trainer)
+        if not seen and trainer.finished_steps:
+            has_come.set()
+        if trainer in seen:  # The first step under each membership tells who is slow.
+            wait_until(lambda: trainer.engine.wants_pause() or has_come.is_set())
+        seen.append(trainer)
 
-    with one_that_joins(config, plan, lambda: None), before_each_step(note):
+    with before_each_step(note), one_that_joins(config, plan, lambda: None):
         result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert {("joined", 4), ("leaving", 3), ("left", 3)} <= set(kinds(failures(config)))

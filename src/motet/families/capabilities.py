@@ -56,16 +56,22 @@ OF_EXPERTS = frozenset({"experts", "expert_parallel"})
 SHOWN_EQUAL: dict[str, frozenset[str]] = {
     **{family: frozenset(FEATURES) - OF_EXPERTS for family in ("llama", "qwen3", "mistral", "gemma3_text", "phi3")},
     "mllama_text_model": frozenset(FEATURES) - OF_EXPERTS - {"context_parallel", "ulysses"},
-    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"), OF_EXPERTS),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"), OF_EXPERTS),
+    "gpt_oss": OF_EXPERTS | {"context_parallel", "ulysses"},
+    "llama4_text": frozenset({"context_parallel", "ulysses"}),
 }
 """By `model_type`: features with which the project's tests show families equal, whatever their flags."""
+
+
+WITH_OTHER_MASKS = frozenset({"gpt_oss", "llama4_text"})
+"""Of these, families with sinks or chunks, which variable-length attention does not know."""
 
 
 def attends_by_sample(model_type: str, packed_attention: str) -> bool:
     """Whether packed samples of this family attend each to itself, under a value of `parallel.packed_attention`. Else
     attention is computed over the whole row and masked."""
     if packed_attention == "auto":
-        return "context_parallel" in SHOWN_EQUAL.get(model_type, ())
+        return "context_parallel" in SHOWN_EQUAL.get(model_type, ()) and model_type not in WITH_OTHER_MASKS
     return packed_attention != "sdpa"
 
 
@@ -110,9 +116,21 @@ def probed_versions() -> dict[str, str]:
 
 
 def digest_of(tiny_config: Mapping[str, Any]) -> str:
-    """Names the result for a tiny configuration under these versions."""
-    text = json.dumps([Capabilities.format, tiny_config, probed_versions()], sort_keys=True, default=str)
+    """Names the result for a tiny configuration under these versions, wherever the configuration was stored."""
+    described = [Capabilities.format, _without_origin(tiny_config), probed_versions()]
+    text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+ORIGIN = {"_name_or_path": "", "architectures": None, "dtype": None}
+"""What a stored configuration says of its folder and weights, with its value in a new one. No probe depends on it."""
+
+
+def _without_origin(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: ORIGIN.get(key, _without_origin(value) if isinstance(value, Mapping) else value)
+        for key, value in values.items()
+    }
 
 
 def read_capabilities(digest: str) -> Capabilities | None:

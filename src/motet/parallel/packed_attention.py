@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from motet.devices import to_device
+from motet.parallel.context_sequence import CHANGES_OF_ATTENTION
 from motet.parallel.main_gradients import HALF_DTYPES
 
 PACKED_ATTENTION = "motet_packed"
@@ -61,6 +62,7 @@ def packed_attention(
     `context` travels from the stage's call through the model's keyword arguments."""
     assert attention_mask is None
     assert dropout == 0.0
+    assert all(others.get(name) is None for name in ("s_aux", *CHANGES_OF_ATTENTION)), others.keys()
     context.num_calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = _flash if _takes_flash(query, value) else _one_by_one

@@ -15,9 +15,10 @@ from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
 from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
-from motet.devices import peak_memory_bytes
+from motet.devices import barrier, peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.from_run_file import shortest_seconds
 from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
@@ -25,6 +26,7 @@ from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, 
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory
+from motet.runtime.training.rates import Rates
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
@@ -45,12 +47,13 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         trainer = make_trainer(config, build_engine(config, plan, device), producers)
         found = checkpoint_to_resume(config.train.resume, trainer.output)
         if found is not None:
+            check_has_steps_left(config.train.steps, *found)
             trainer.resume(*found)
         elif config.train.start_from is not None:
             trainer.start_from(Path(config.train.start_from))
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
-        dist.barrier()  # Links are tried with little patience for a rank that is late.
+        barrier()  # Links are tried with little patience for a rank that is late.
         trainer.engine.open_communicators()
         return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:
@@ -89,7 +92,8 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
                 flush=True,
             )
     optimizer = build_optimizer(config, engine.model)
-    return Trainer(engine, optimizer, loader, held_out, train, computation_of(config))
+    rates = Rates(engine.plan, shortest_seconds(config, engine.plan))
+    return Trainer(engine, optimizer, loader, held_out, train, rates, computation_of(config))
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
@@ -117,6 +121,12 @@ def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, Traini
     return folder, read_training_state(folder)
 
 
+def check_has_steps_left(steps: int, checkpoint: Path, state: TrainingState) -> None:
+    """Raises `UserError` if a run that the user resumes has been finished."""
+    if state.step >= steps:
+        raise UserError(f"train.steps: is {steps}, but {checkpoint} has finished {state.step} steps; give more")
+
+
 def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
     """A line for users. Data that changed since the checkpoint are mentioned, and not refused."""
     if resumed is None:
@@ -134,6 +144,11 @@ def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer)
     return text
 
 
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers. Times are none where no step was left after a restart."""
+    return value if math.isfinite(value) else None
+
+
 def training_result(
     config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
 ) -> dict[str, Any]:
@@ -142,18 +157,18 @@ def training_result(
     iteration_s = settled_median(summary.iteration_s)
     return {
         "steps": summary.steps,
-        "losses": [loss if math.isfinite(loss) else None for loss in summary.losses],
-        "evaluations": {step: loss if math.isfinite(loss) else None for step, loss in summary.evaluations.items()},
+        "losses": [_finite(loss) for loss in summary.losses],
+        "evaluations": {step: _finite(loss) for step, loss in summary.evaluations.items()},
         "skipped_steps": summary.skipped_steps,
-        "steps_per_s": 1 / settled_median(summary.step_s),
+        "steps_per_s": _finite(1 / settled_median(summary.step_s)),
         "world_size": dist.get_world_size(),
         "measured": {
-            "iteration_time_s": iteration_s,
-            "throughput_samples_per_s": config.train.global_batch_size / iteration_s,
+            "iteration_time_s": _finite(iteration_s),
+            "throughput_samples_per_s": _finite(config.train.global_batch_size / iteration_s),
             "bubble_fraction": summary.timeline.bubble_fraction,
             "peak_memory_bytes": peaks,
             "num_devices": dist.get_world_size(),
-            "mfu": None,
+            "mfu": settled_median(summary.mfu) if summary.mfu else None,
             "timeline": summary.timeline.to_json(),
         },
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
