@@ -199,7 +199,7 @@ class TrainConfig(Section):
     compile: Literal["nothing", "blocks"] = "nothing"
     """Whether transformer blocks are compiled by `torch.compile`, each by itself and for any length. Not with split
     backwards (zero-bubble schedules), groups that share a module, generators, or a whole multimodal model."""
-    compile_backend: str = "inductor"
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of `torch.compile`: `inductor` makes kernels; `aot_eager` and `eager` make none, for comparison."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
