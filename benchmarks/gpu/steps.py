@@ -77,7 +77,9 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
         Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
         Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
-        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 240, alone=True),
+        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 270, alone=True),
+        Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 60, on_device),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
         Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60, alone=True),
     ]

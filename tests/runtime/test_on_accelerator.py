@@ -26,6 +26,7 @@ from motet.timeline import BUSY_KINDS, Timeline
 ALONE = (
     Scenario(placement="shared"),
     Scenario(placement="shared", packing=True, items="half"),
+    Scenario(placement="shared", packing=True, recompute="offload"),
     Scenario(placement="shared", llm="qwen3", vision="qwen2_5_vl", audio="qwen2_audio", recompute=True),
 )
 IN_PAIRS = (

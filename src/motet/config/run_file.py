@@ -196,6 +196,11 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of parameters and computation. In bfloat16, gradients add up in float32 and the optimizer updates float32
     masters."""
+    compile: Literal["nothing", "blocks"] = "nothing"
+    """Whether transformer blocks are compiled by `torch.compile`, each by itself and for any length. Not with split
+    backwards (zero-bubble schedules), groups that share a module, generators, or a whole multimodal model."""
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of `torch.compile`: `inductor` makes kernels; `aot_eager` and `eager` make none, for comparison."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0
