@@ -40,7 +40,7 @@ def _measure(config: RunConfig, batch: SyntheticBatch, options: ProfileOptions) 
     workloads = graph.workloads
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
-        return build_stage(config, name, layers, tp, device, recompute=False)
+        return build_stage(config, name, layers, tp, device, recompute=None)
 
     described = {
         name: ProfiledModule(

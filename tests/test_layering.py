@@ -16,6 +16,7 @@ ROOMS = (
     "devices",
     "timeline",
     "strict_parsing",
+    "recomputation",
     "plan",
     "config",
     "cluster",

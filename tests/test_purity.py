@@ -12,7 +12,18 @@ import pytest
 import motet
 
 PURE = (
-    *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
+    *(
+        "errors",
+        "ragged_arrays",
+        "addresses",
+        "timeline",
+        "recomputation",
+        "plan",
+        "config",
+        "cluster",
+        "shapes",
+        "assignment",
+    ),
     *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
     *(
         "families.hf_config",

@@ -1,1 +1,3 @@
-"""What `make gpu` runs on a machine with GPUs: each step by itself, with a time limit of its own."""
+"""Everything that needs a GPU, in one command: `make gpu`."""
+
+import motet  # noqa: F401 (before transformers: it makes torchvision's wheels importable without CUDA)

@@ -1,8 +1,9 @@
 """Runs everything that a machine with GPUs can tell, in one command: `make gpu`.
 
 Steps go on after failures; each has its own time limit, and all together have 9 minutes for one GPU and 9 more for
-several. The folder that GPU_REPORT names (else gpu-report) gets
-`steps.jsonl`, one line for each step as soon as it has ended, `summary.md`, and the output of every step.
+several. Steps that measure run alone, the others side by side as far as there are cores. The folder that GPU_REPORT
+names (else gpu-report) gets `steps.jsonl`, one line for each step as soon as it has ended, `summary.md`, and the output
+of every step.
 GPU_REHEARSAL=1 runs the same commands on CPUs in small sizes; its figures mean nothing.
 """
 
@@ -14,13 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.steps import ROOT, Step, python_command, steps
+from motet.cluster import available_cores
 
 LIST_S = 540
 """Seconds for a list of steps."""
@@ -39,17 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     planned = steps(num_gpus, rehearsal=rehearsal, output=folder / "runs")
     chosen = [step for step in planned if not args.only or step.name in args.only]
-    results = []
+    results: list[dict[str, Any]] = []
     ends_at = float("inf") if rehearsal else time.monotonic() + LIST_S * (2 if num_gpus > 1 else 1)
-    with (folder / "steps.jsonl").open("w") as lines:
-        for number, step in enumerate(chosen):
+    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 4)) as pool:
+
+        def do(number: int, step: Step) -> None:
             print(f"{step.name} ...", file=sys.stderr, flush=True)
-            left_s = max(1.0, ends_at - time.monotonic())
-            step = replace(step, limit_s=min(step.limit_s, left_s))
-            results.append(run(step, folder / f"{number:02d}-{step.name.replace(' ', '-').replace(',', '')}.log"))
-            lines.write(json.dumps(results[-1]) + "\n")
-            lines.flush()
-            os.fsync(lines.fileno())
+            step = replace(step, limit_s=min(step.limit_s, max(1.0, ends_at - time.monotonic())))
+            result = run(step, folder / f"{number:02d}-{step.name.replace(' ', '-').replace(',', '')}.log")
+            with one_at_a_time:
+                results.append(result)
+                lines.write(json.dumps(result) + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+
+        one_at_a_time, running = Lock(), []
+        for number, step in enumerate(chosen):
+            if step.alone:
+                wait(running)
+            running.append(pool.submit(do, number, step))
+            if step.alone:
+                wait(running)
+        for each in running:
+            each.result()
+    order = [step.name for step in chosen]
+    results.sort(key=lambda result: order.index(result["step"]))
     text = summary(results, rehearsal=rehearsal)
     (folder / "summary.md").write_text(text)
     print(text)
@@ -71,7 +90,11 @@ def run(step: Step, log: Path) -> dict[str, Any]:
             out, _ = process.communicate(timeout=step.limit_s)
         except subprocess.TimeoutExpired:
             timed_out = True
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGABRT)  # Processes say where their threads stand.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=3)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             out, _ = process.communicate()
         output.write(out)
     return {

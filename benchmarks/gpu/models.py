@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
 from motet.config import RunConfig
+from motet.recomputation import with_kind
 
 WIDE = {
     "vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -19,30 +23,53 @@ TINY = {
 }  # fmt: skip
 
 
+def write_weights(folder: Path, device: str, *, tiny: bool) -> None:
+    """Random weights in bfloat16 as folders of transformers, drawn on the device: on CPUs that takes half a minute."""
+    sizes = TINY if tiny else WIDE
+    with torch.device(device):
+        torch.manual_seed(0)
+        for name, model in {
+            "vision": SiglipVisionModel._from_config(SiglipVisionConfig(**sizes["vision"]), dtype=torch.bfloat16),
+            "language_model": LlamaForCausalLM._from_config(
+                LlamaConfig(**sizes["language_model"]), dtype=torch.bfloat16
+            ),
+        }.items():
+            model.save_pretrained(folder / name)
+
+
 def run_config(
     output: Path,
     device: str,
     *,
+    weights: Path | None = None,
     tiny: bool,
     packing: bool = False,
-    recompute: bool = False,
+    recompute: str | None = None,
     dp: int = 1,
     steps: int = 8,
     costs: Path | None = None,
 ) -> RunConfig:
-    """Everything on each rank. `costs`: a file of measured costs."""
+    """Everything on each rank.
+
+    Args:
+        weights: what `write_weights` has written; None: drawn by each rank.
+        recompute: the kind of activation checkpointing of both modules.
+        costs: a file of measured costs.
+    """
     sizes = TINY if tiny else WIDE
     cluster: dict[str, Any] = {"device": device, "num_devices": dp}
     if costs is not None:
         cluster["costs"] = str(costs)
     part = {"dp": dp}
+    vision: dict[str, Any] = {"config": "SiglipVisionConfig", "values": sizes["vision"]}
+    language_model: dict[str, Any] = {"config": "LlamaConfig", "values": sizes["language_model"]}
+    if weights is not None:
+        vision, language_model = ({"path": str(weights / name)} for name in ("vision", "language_model"))
     return RunConfig.model_validate(
         {
             "model": {
-                "encoders": {
-                    "vision": {"config": "SiglipVisionConfig", "values": sizes["vision"], "projector": "mlp"},
-                },
-                "language_model": {"config": "LlamaConfig", "values": sizes["language_model"]},
+                "encoders": {"vision": {**vision, "projector": "mlp"}},
+                "language_model": language_model,
             },
             "data": {"kind": "dial-a-digit", "num_train": 256, "no_image": 0.0, "no_sound": 1.0},
             "cluster": cluster,
@@ -52,7 +79,9 @@ def run_config(
                 "explicit": {"vision": part, "language_model": part},
                 "num_microbatches": 2,
                 "packing": packing,
-                "recompute": ("vision", "language_model") if recompute else (),
+                "recompute": tuple(with_kind(name, recompute) for name in ("vision", "language_model"))
+                if recompute
+                else (),
             },
             "train": {
                 "steps": steps,

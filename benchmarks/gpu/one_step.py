@@ -1,9 +1,6 @@
 """One iteration on one device: where the host waits for it, which share of the time it is idle, and its top kernels."""
 
-import argparse
-import json
 import re
-import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -71,16 +68,9 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        config = run_config(Path(folder), args.device, tiny=args.tiny, packing=True)
-        plan = plan_for(config, read_problem(config))
-        print(json.dumps(launch(work, config, plan, num_processes=1, device=args.device)))
-
-
-if __name__ == "__main__":
-    main()
+def one_step(**options: Any) -> dict[str, Any]:
+    """`options`: of `run_config`."""
+    config = run_config(**options, packing=True)
+    plan = plan_for(config, read_problem(config))
+    found: dict[str, Any] = launch(work, config, plan, num_processes=1, device=options["device"])
+    return found

@@ -4,45 +4,39 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.models import run_config
 from motet.api import read_problem, train
+
+
+def speed(**options: Any) -> dict[str, Any]:
+    """`options`: of `run_config`."""
+    config = run_config(**options)
+    problem = read_problem(config)
+    num_tokens = sum(segment.num_tokens for sample in problem.samples for segment in sample.layouts["language_model"])
+    result = train(config)
+    measured, predicted = result["measured"], result["predicted"]
+    seconds, mfu = measured["iteration_time_s"], predicted["mfu"]
+    return {
+        "iteration_s": seconds,
+        "predicted_s": predicted["iteration_time_s"],
+        "tokens_per_s": num_tokens / seconds,
+        "mfu": None if mfu is None else mfu * predicted["iteration_time_s"] / seconds,
+        "memory_bytes": max(measured["peak_memory_bytes"]),
+        "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),
+        "communicators": predicted["communicators"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--packing", action="store_true")
-    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--dp", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = run_config(
-            Path(folder) / "output", args.device, tiny=args.tiny, packing=args.packing, recompute=args.recompute,
-            dp=args.dp,
-        )  # fmt: skip
-        problem = read_problem(config)
-        num_tokens = sum(
-            segment.num_tokens for sample in problem.samples for segment in sample.layouts["language_model"]
-        )
-        result = train(config)
-    measured, predicted = result["measured"], result["predicted"]
-    seconds = measured["iteration_time_s"]
-    mfu = predicted["mfu"]
-    print(
-        json.dumps(
-            {
-                "iteration_s": seconds,
-                "predicted_s": predicted["iteration_time_s"],
-                "tokens_per_s": num_tokens / seconds,
-                "mfu": None if mfu is None else mfu * predicted["iteration_time_s"] / seconds,
-                "memory_bytes": max(measured["peak_memory_bytes"]),
-                "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),
-                "communicators": predicted["communicators"],
-            }
-        )
-    )
+        print(json.dumps(speed(output=Path(folder) / "output", device=args.device, tiny=args.tiny, dp=args.dp)))
 
 
 if __name__ == "__main__":

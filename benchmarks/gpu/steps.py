@@ -24,6 +24,8 @@ class Step:
     command: tuple[str, ...]
     limit_s: float
     environment: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
+    """Whether it measures, or needs what steps before it have written: nothing runs beside it."""
 
 
 def steps(num_gpus: int, *, rehearsal: bool, output: Path) -> list[Step]:
@@ -51,51 +53,32 @@ def _motet(
     return ("-m", "motet", command, str(TINY), *arguments, "--json")
 
 
-def _tests(path: str, select: str, *, all_cases: bool = True) -> tuple[str, ...]:
-    marks = ("-m", "campaign or not campaign") if all_cases else ()
-    return (
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        path,
-        *marks,
-        *(("-k", select) if select else ()),
-    )
+def _tests(path: str, *options: str) -> tuple[str, ...]:
+    """Of a test file or function, all cases, those of campaigns among them."""
+    chosen = ("-m", "campaign or not campaign", "--maxfail", "10", "--tb", "short")
+    return ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *chosen, *options, path)
 
 
 def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     on_device = (("MOTET_TEST_DEVICE", device), ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"))
     ranks = "tests/gpu/test_ranks_on_one_gpu.py"
-    measure = ("--device", device, *(("--tiny",) if rehearsal else ()))
-    small = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
-    kernels = small if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
+    tiny = ("--tiny",) if rehearsal else ()
+    kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "6")
+    shapes = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
+    shapes = shapes if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
     reports = (("MOTET_REPORTS", str(output.parent)),)
     resume = f"train.resume={json.dumps('latest')}"
-    speeds = [
-        Step(f"speed {name}", ("-m", "benchmarks.gpu.stage_speed", *measure, *arguments), 60)
-        for name, arguments in {
-            "padded": (),
-            "packed": ("--packing",),
-            "packed, recomputed": ("--packing", "--recompute"),
-        }.items()
-    ]
     return [
-        Step("versions", ("-m", "benchmarks.gpu.versions", "--device", device), 60),
-        Step("train float32", _motet("train", device, output / "float32"), 60),
-        Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 60),
-        Step("verify", _motet("verify", device, output, "train.dtype=float64"), 60),
-        Step("verify families", _tests(ranks, "test_families"), 90, on_device),
-        Step("kernels", _tests("tests/attention/kernels", "test_tasks" if rehearsal else "", all_cases=False), 90),
-        Step("ranks on one GPU", _tests(ranks, "test_layouts"), 90, on_device),
-        Step("one step", ("-m", "benchmarks.gpu.one_step", *measure), 60),
-        *speeds,
-        Step("attention", ("-m", "benchmarks.attention_kernels", *kernels), 60, reports),
-        Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60),
-        Step("predicted", ("-m", "benchmarks.gpu.predicted", *measure), 90),
+        Step("versions", ("-m", "benchmarks.gpu.versions", "--device", device), 60, alone=True),
+        Step("train float32", _motet("train", device, output / "float32"), 90),
+        Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 90),
+        Step("verify", _motet("verify", device, output, "train.dtype=float64"), 90),
+        Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
+        Step("kernels", _tests(f"tests/attention/kernels/{kernels[0]}", *kernels[1:]), 120),
+        Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
+        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 240, alone=True),
+        Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
+        Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60, alone=True),
     ]
 
 
@@ -128,8 +111,13 @@ def _for_several(device: str, output: Path) -> list[Step]:
     return [
         *verified,
         Step("train on two", _motet("train", device, output / "two", ranks=2, parallel=pipeline), 60),
-        Step("kill -9", ("-m", "benchmarks.gpu.kill", "--device", device, "--output", str(output / "kill")), 120),
-        Step("communicators", ("-m", "benchmarks.gpu.communicator_memory", "--device", device), 60),
+        Step(
+            "kill -9",
+            ("-m", "benchmarks.gpu.kill", "--device", device, "--output", str(output / "kill")),
+            120,
+            alone=True,
+        ),
+        Step("communicators", ("-m", "benchmarks.gpu.communicator_memory", "--device", device), 60, alone=True),
         Step(
             "data parallel speed",
             (
@@ -142,9 +130,11 @@ def _for_several(device: str, output: Path) -> list[Step]:
                 *(("--tiny",) if device == "cpu" else ()),
             ),
             90,
+            alone=True,
         ),
     ]
 
 
 def python_command(step: Step) -> list[str]:
-    return [sys.executable, *step.command]
+    """With a report of where all threads stand when the process is aborted at its time limit."""
+    return [sys.executable, "-X", "faulthandler", *step.command]

@@ -5,11 +5,14 @@ Nothing here names a kind of accelerator: `torch.accelerator` and the device's m
 
 import resource
 import sys
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -72,6 +75,19 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done all that it was given."""
     if has_own_memory(device):
         torch.accelerator.synchronize(device)
+
+
+def on_this_stream(device: torch.device, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, for another thread: on the device's stream of this one."""
+    if not has_own_memory(device):
+        return call
+    stream = torch.accelerator.current_stream(device)
+
+    def on_stream() -> T:
+        torch.accelerator.set_stream(stream)
+        return call()
+
+    return on_stream
 
 
 def peak_memory_bytes(device: torch.device) -> int:

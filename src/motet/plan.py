@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from motet.errors import UserError
+from motet.recomputation import check_entries, split_entry
 
 LayerRange = tuple[int, int]
 """Half-open: [first, last)."""
@@ -181,7 +182,7 @@ class Plan:
     planner: str = "explicit"
     """Planner that made the plan."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are recomputed in the backward pass, block by block."""
+    """Modules whose activations are recomputed in the backward pass: `name`, or `name:kind` (`motet.recomputation`)."""
     recompute_features: tuple[str, ...] = ()
     """Towers whose forward keeps no graph: the backward runs it again, from the stage's input (DistMM 5.4: batches
     that are too large for the graphs of all microbatches between two batch-syncs)."""
@@ -280,9 +281,14 @@ def check_plan(plan: Plan) -> None:
         len(used) == plan.num_ranks,
         f"ranks: [{unused}] of 0..{plan.num_ranks - 1} have no stage; number the ranks without gaps",
     )
-    for key in ("recompute", "recompute_features"):
-        for name in getattr(plan, key):
-            _require(name in plan.modules, f"{key}: there is no module {name!r}")
+    for name, _ in map(split_entry, plan.recompute):
+        _require(name in plan.modules, f"recompute: there is no module {name!r}")
+    for name in plan.recompute_features:
+        _require(name in plan.modules, f"recompute_features: there is no module {name!r}")
+    try:
+        check_entries(plan.recompute)
+    except ValueError as error:
+        raise ValueError(f"plan: {error}") from None
     module_order(plan)
     _check_losses(plan)
 

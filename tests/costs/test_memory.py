@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bound_costs import TEXT
+from recomputing import recomputing
+from sampling import in_campaigns
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
@@ -59,7 +61,7 @@ def block_stage(name, dtype="float32", recompute=False):
     torch.manual_seed(0)
     model = model_class(config).to(getattr(torch, dtype))
     if name in ("llama", "qwen3", "gemma3", "phi3", "mistral"):
-        return LanguageModelStage("m", model, (1, 3), recompute=recompute), [
+        return recomputing(LanguageModelStage("m", model, (1, 3)), recompute), [
             Sample("a", {"m": (Segment(96),)}),
             Sample("b", {"m": (Segment(96),)}),
         ]
@@ -69,12 +71,12 @@ def block_stage(name, dtype="float32", recompute=False):
         name, ((12, 12), 144)
     )
     tokens += name in ("clip", "dinov2", "dinov2-swiglu")
-    stage = EncoderStage("m", modality, (1, 3), recompute=recompute)
+    stage = recomputing(EncoderStage("m", modality, (1, 3)), recompute)
     return stage, [Sample("a", {"m": (Segment(tokens, grid=grid), Segment(tokens, item=1, grid=grid))})]
 
 
 def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False, dtype="float32"):
-    workload = module_workload(EVERY_MODEL[name][0])
+    workload = module_workload(EVERY_MODEL[name][0]).treated("blocks" if recompute is True else recompute or None)
     load = microbatch_load(workload, "m", samples)
     return sum(
         saved_layer_bytes(
@@ -82,7 +84,6 @@ def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False, dty
             load,
             input_gradient=True,
             weight_gradient=weight_gradient,
-            recompute=recompute,
             tp_size=1,
             options=OPTIONS[dtype],
         )
@@ -119,6 +120,33 @@ def test_recomputed_blocks_keep_their_input_only(name, dtype):
     assert predicted < predicted_bytes(name, samples, dtype=dtype) / 4
 
 
+KINDS = {"attention": "llama", "every_2": "siglip", "offload": "llama"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*KINDS.items(), *in_campaigns(("attention", name) for name in ("siglip", "qwen3", "whisper"))]
+)
+@pytest.mark.parametrize("weight_gradient", [True, False])
+def test_each_kind_of_recomputation_keeps_what_is_predicted(kind, name, dtype, weight_gradient):
+    stage, samples = block_stage(name, dtype, recompute=kind)
+    for parameter in stage.parameters():
+        parameter.requires_grad_(weight_gradient)
+    (measured,) = measured_bytes(stage, torch.randn(stage.input_shape(samples)), samples, dtype=dtype)
+    options = {"weight_gradient": weight_gradient, "dtype": dtype}
+    predicted = predicted_bytes(name, samples, recompute=kind, **options)
+    kept = predicted_bytes(name, samples, **options)
+    if kind == "offload":
+        assert predicted == 0
+        if dtype == "float32":
+            assert measured < 0.02 * kept
+        else:  # Counted before it travels.
+            assert measured == pytest.approx(kept, rel=0.2)
+    else:
+        assert predicted == pytest.approx(measured, rel=0.2)
+        assert predicted < 0.85 * kept
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_head_keeps_its_logits(dtype):
     config, model_class = copy.deepcopy(EVERY_MODEL["llama"])
@@ -135,7 +163,7 @@ def test_a_head_keeps_its_logits(dtype):
     load = microbatch_load(workload, "m", samples)
     (head,) = workload.layers[slice(*layers)]
     options, gradients = OPTIONS[dtype], {"input_gradient": True, "weight_gradient": True}
-    predicted = saved_layer_bytes(head, load, **gradients, recompute=False, tp_size=1, options=options)
+    predicted = saved_layer_bytes(head, load, **gradients, tp_size=1, options=options)
     assert predicted == pytest.approx(second, rel=0.02)
     assert predicted > 80 * 2048 * options.activation_bytes
     assert first == second
@@ -175,7 +203,6 @@ def test_nothing_is_kept_where_no_gradient_passes():
             load,
             input_gradient=False,
             weight_gradient=False,
-            recompute=False,
             tp_size=1,
             options=MemoryOptions(),
         )

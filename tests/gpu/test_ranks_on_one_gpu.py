@@ -7,6 +7,7 @@ of a GPU without NCCL. `make gpu` sets `MOTET_TEST_DEVICE=cuda`; elsewhere the s
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -48,13 +49,15 @@ FAMILIES = {
 
 def check(scenarios: Iterable[Scenario]) -> None:
     """Those with one number of ranks share a start of processes."""
-    register(WrappedGroup)
     by_size: dict[int, list[Scenario]] = defaultdict(list)
     for scenario in scenarios:
         prepare(scenario)
         by_size[scenario.num_ranks].append(scenario)
     for num_ranks, group in by_size.items():
-        found = run_distributed(compare, num_ranks, group, backend=WrappedGroup.backend_name)[0]
+        found = run_distributed(
+            compare, num_ranks, group, backend=WrappedGroup.backend_name, before=partial(register, WrappedGroup),
+            start_method="fork" if DEVICE == "cpu" else "spawn",
+        )[0]  # fmt: skip
         assert [comparison for comparison in found if comparison.failures or comparison.max_grad_rel_err > 1e-9] == []
 
 

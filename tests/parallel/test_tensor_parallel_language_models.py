@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_distributed
+from recomputing import recomputing
 from sampling import in_campaigns
 from torch import Tensor
 from tp_cases import CASES, Case
@@ -74,10 +75,10 @@ def _compare(rank: int, packing: bool, recompute: bool, with_loss: bool) -> None
         for sequence_parallel in (False, True):
             tp = TensorParallel(None, rank, 2, sequence_parallel)
             stages = [
-                LanguageModelStage("lm", case.model(), layers, packing=packing, recompute=recompute)
+                LanguageModelStage("lm", case.model(), layers, packing=packing)
                 for layers in ((0, 1), (1, 2), (2, num_layers))
             ]
-            layouts = [apply_tensor_parallel(stage, tp) for stage in stages]
+            layouts = [apply_tensor_parallel(recomputing(stage, recompute), tp) for stage in stages]
             loss, images = run(stages, case, with_loss=with_loss)
             found: dict[str, Any] = {}
             for stage, layout in zip(stages, layouts, strict=True):
@@ -125,7 +126,7 @@ def test_stages_that_share_keys_and_values_are_refused() -> None:
 
     node: Any = Node()
     with pytest.raises(UserError, match=r"stages of lm read keys and values .* use tp 1 or one stage"):
-        make_stage(node, (0, 3), TensorParallel(None, 0, 2), torch.device("cpu"), packing=False, recompute=False)
+        make_stage(node, (0, 3), TensorParallel(None, 0, 2), torch.device("cpu"), packing=False, recompute=None)
     assert not node.make_stage((0, 6)).exchanges_heads
     case = next(case for case in CASES if case.family == "llama")
     assert not LanguageModelStage("lm", case.model(), (0, 2)).exchanges_heads

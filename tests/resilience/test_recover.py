@@ -1,5 +1,6 @@
 """Processes are killed; those that are left go on, and come to what an undisturbed run comes to."""
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,8 +50,8 @@ def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_who_had_not_applied_an_update_applies_it_and_counts_it(tmp_path: Path) -> None:
-    """Rank 1 dies after the sum that ends step 3. Rank 3 has applied the update, rank 2 had an error instead; it alone
-    holds the encoders then, and how many updates their optimizer has had."""
+    """Rank 0 dies after the sum that ends step 3, before it writes the step's metrics. Rank 3 has applied the update,
+    rank 2 had an error instead; it alone holds the encoders then, and how many updates their optimizer has had."""
     original = Executor.sum_over_ranks
     is_due = [False]
     has_applied = multiprocessing.get_context("fork").Event()
@@ -63,7 +64,7 @@ def test_who_had_not_applied_an_update_applies_it_and_counts_it(tmp_path: Path) 
     def sum_and_fail(self: Executor, values: Any, what: str) -> None:
         original(self, values, what)
         if what == "of losses" and is_due[0] and self.mesh.world_size == 4:
-            if self.mesh.rank == 1:
+            if self.mesh.rank == 0:
                 has_applied.wait()
                 die()
             if self.mesh.rank == 2:
@@ -76,6 +77,8 @@ def test_who_had_not_applied_an_update_applies_it_and_counts_it(tmp_path: Path) 
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     [failure] = failures(config)
     assert failure["step"] == 4
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [*enumerate(result["losses"], 1)]
 
 
 def test_a_world_that_never_came_about_leaves_no_trace() -> None:

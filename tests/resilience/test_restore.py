@@ -1,5 +1,6 @@
 """When nobody holds some layer any more, all go back to the last checkpoint, whatever happens meanwhile."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -134,3 +135,21 @@ def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, r
     checkpoint = "the checkpoint of step 2" if resumed_step else "the start, as there was no checkpoint"
     assert beginning["done"] == f"all nodes were started anew, from {checkpoint}"
     assert (beginning["step"], beginning["changes"]) == (resumed_step + 1, [])
+
+
+def test_a_run_of_which_only_the_end_was_lost_is_finished(tmp_path: Path) -> None:
+    """All agents die when the last step is saved and before anyone has told it: there is nothing left to train."""
+    train, die_together = Trainer.train, all_at(STEPS, range(4), kill_node)
+
+    def train_and_die(self: Trainer) -> Any:
+        summary = train(self)
+        die_together(self)
+        return summary
+
+    config = recover_config_of(tmp_path / "run", train__checkpoint_every=STEPS)
+    with mock.patch.object(Trainer, "train", train_and_die):
+        result = train_and(config, lambda trainer: None)
+    assert (result["steps"], result["losses"]) == (STEPS, [])
+    assert result["checkpoint"].endswith(f"step_{STEPS:08d}")
+    assert "NaN" not in json.dumps(result)
+    assert failures(config)[-1]["done"] == f"all nodes were started anew, from the checkpoint of step {STEPS}"

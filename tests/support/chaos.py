@@ -83,15 +83,15 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
     tolerate = 2 if phase == "recovery" else rng.choice([1, 2])
     nodes = _draw_nodes(rng, layout, pipelines_of(layout, tolerate, zero1))
     if phase == "recovery":
-        kills = [_draw_kill(rng, nodes[0], rng.choice(PHASES[:5])), _draw_kill(rng, nodes[1], "recovery")]
+        kills = [draw_kill(rng, nodes[0], rng.choice(PHASES[:5])), draw_kill(rng, nodes[1], "recovery")]
     else:
-        kills = [_draw_kill(rng, nodes[0], phase)]
+        kills = [draw_kill(rng, nodes[0], phase)]
         if tolerate > 1 and rng.random() < 0.6:  # At the same moment, or in another step.
             same = rng.random() < 0.5
-            kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps if same else None))
+            kills.append(draw_kill(rng, nodes[1], phase, kills[0].after_steps if same else None))
         if tolerate == 1 and layout != "alike" and kills[0].after_steps + 2 < STEPS:
             # Once the first is recovered from: what has two holders again may lose one.
-            kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
+            kills.append(draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
     return Trial(seed, layout, tolerate, tuple(kills), zero1)
 
 
@@ -108,7 +108,7 @@ def _draw_nodes(rng: Random, layout: Layout, pipelines: tuple[int, ...]) -> list
     return [2 * pipeline + rng.randrange(2) for pipeline in rng.sample(range(len(pipelines)), k=2)]
 
 
-def _draw_kill(rng: Random, node: int, phase: str, after_steps: int | None = None) -> Kill:
+def draw_kill(rng: Random, node: int, phase: str, after_steps: int | None = None) -> Kill:
     steps = rng.randrange(STEPS - 1) if after_steps is None else after_steps
     if phase == "saving":
         steps = max(1, steps)
@@ -173,7 +173,7 @@ def _shards(num_vision_layers: int, num_layers: int) -> dict[int, Template]:
 
 
 @cache
-def _import_models() -> None:
+def import_models() -> None:
     """Here, so that not every process of every trial has to."""
     config = config_of(Path(), 1)
     for name in config.model.module_names:
@@ -258,7 +258,7 @@ def note(outcome: Outcome) -> None:
 
 def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     """Raises `AssertionError` if something is not as it must be."""
-    _import_models()
+    import_models()
     losses, ids = undisturbed(trial.tolerate, trial.layout, trial.zero1)
     plan, templates = plan_and_templates(trial.layout, trial.tolerate, trial.pipelines, trial.zero1)
     board = board or Board()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import transformers
 from contrastive_cases import Case, TowerBatch, plain_loss
+from recomputing import recomputing
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -138,7 +139,7 @@ class Coca(Case):
             if module_plan.kind == "loss":
                 return model.nodes[CONTRASTIVE].make_stage((0, 1))
             if name == DECODER:
-                made: nn.Module = CaptionDecoderStage(name, model.decoder, stage.layers, recompute=self.recompute)
+                made: nn.Module = recomputing(CaptionDecoderStage(name, model.decoder, stage.layers), self.recompute)
             else:
                 tower = model.modality_modules()[name]
                 made = EncoderStage(name, tower, stage.layers)

@@ -28,14 +28,16 @@ def run_distributed(
     last_words_s: float = 0.5,
     backend: str = "gloo",
     before: Callable[[], Any] = lambda: None,
+    start_method: str = "fork",
 ) -> list[Any]:
     """Calls `fn(rank, *args)` in `world_size` processes of one group and returns their results in rank order.
 
     Results are pickled: return numbers, strings, numpy arrays or CPU tensors. Raises `AssertionError` with the
     traceback of the first rank that failed, `TimeoutError` after `timeout` seconds; no process outlives the call.
     `last_words_s`: for others to fail, too, once one has. `before`: called in each process before it joins the group.
+    `start_method`: "spawn" where processes use accelerators, which may not survive a fork; all arguments are pickled.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(start_method)
     with tempfile.TemporaryDirectory() as folder:
         workers, receivers = [], []
         for rank in range(world_size):

@@ -15,20 +15,25 @@ shows. What a rank would do while its device is behind does not happen. Memory a
 there, nor is the limit on kernels that run at once.
 """
 
+import os
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from wrapped_group import Run, WrappedGroup, register
+from wrapped_group import Run, WrappedGroup, register, tensors_of
+
+from motet.resilience import recover
 
 PATIENCE_S = 60.0
 """Seconds after which something that does not come is an error, so that a test ends."""
@@ -69,10 +74,11 @@ class RuledWork(dist._Work):
 class _Communicator:
     """Operations of some ranks, in order. `members`: as the group of all ranks numbers them."""
 
-    def __init__(self, name: str, members: Sequence[int], rank: int, store: dist.Store) -> None:
-        self._name, self._members, self._rank, self._store = name, members, rank, store
+    def __init__(self, name: str, members: Sequence[int], rank: int, store: dist.Store, world: str = "") -> None:
+        self._name, self._members, self._rank, self._store, self._world = name, members, rank, store, world
         self._queue: SimpleQueue[tuple[RuledWork, Callable[[], list[dist.Work]]]] = SimpleQueue()
         self._is_open = self._is_aborted = False
+        self.ends_silently = False
         self._written: dict[int, list[str]] = defaultdict(list)
         """What this rank has issued, by the other rank that takes part."""
         self._read: dict[int, tuple[BinaryIO, list[str], bytes]] = {}
@@ -98,9 +104,11 @@ class _Communicator:
         return work
 
     def abort(self) -> None:
+        """Ends what waits, with an error; or silently, as on a device, with anything as result."""
         self._is_aborted = True
         for work in list(self._pending):
-            work.failure = RuntimeError(f"{self}: was aborted during {work.what}")
+            if not self.ends_silently:
+                work.failure = RuntimeError(f"{self}: was aborted during {work.what}")
             work.ended.set()
 
     def first_pending(self) -> str:
@@ -121,7 +129,7 @@ class _Communicator:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _file(self, writer: int, reader: int) -> Path:
-        return _Folder.path / f"{self._name.replace('/', '.')}.{writer}-{reader}"
+        return _Folder.path / f"{self._world}.{self._name.replace('/', '.')}.{writer}-{reader}"
 
     def _compare(self, other: int, what: str) -> None:
         """Writes the operation down, then reads how far the other is: who comes second sees both."""
@@ -164,10 +172,14 @@ class RuledGroup(WrappedGroup):
     """A group under NCCL's rules. See the table above."""
 
     backend_name = "nccl_rules"
+    ends_silently = False
+    """Whether aborted operations end without an error."""
 
     def __init__(self, options: Any, _: object) -> None:
         super().__init__(options, _)
         self._communicators: dict[tuple[bool, tuple[int, ...]], _Communicator] = {}
+        # Groups of a later world have the names of those before.
+        self._world = self.store.compare_set("world", "", os.urandom(4).hex()).decode()
         self._batch: list[tuple[int, str, Callable[[], dist.Work]]] | None = None
 
     def issue(self, name: str, run: Run, args: tuple[Any, ...]) -> dist.Work:
@@ -208,9 +220,33 @@ class RuledGroup(WrappedGroup):
     def _communicator(self, ranks: tuple[int, ...], *, is_pair: bool) -> _Communicator:
         if (is_pair, ranks) not in self._communicators:
             name = f"communicator {self.name}{'.pair' + '-'.join(map(str, ranks)) if is_pair else ''}"
-            communicator = _Communicator(name, ranks, self.ranks[self.place], self.store)
+            communicator = _Communicator(name, ranks, self.ranks[self.place], self.store, self._world)
+            communicator.ends_silently = self.ends_silently
             self._communicators[is_pair, ranks] = communicator
         return self._communicators[is_pair, ranks]
+
+
+class SilentGroup(RuledGroup):
+    """Aborts as on a device: who waits is not told."""
+
+    backend_name = "nccl_silent"
+    ends_silently = True
+
+    def __init__(self, options: Any, backend_options: object) -> None:
+        super().__init__(options, backend_options)
+        self._issued: list[tuple[dist.Work, tuple[Any, ...]]] = []
+
+    def issue(self, name: str, run: Run, args: tuple[Any, ...]) -> dist.Work:
+        work = super().issue(name, run, args)
+        self._issued = [(each, of) for each, of in self._issued if not each.is_completed()]
+        self._issued.append((work, args if name != "send" else ()))
+        return work
+
+    def abort(self) -> None:
+        pending = [args for work, args in self._issued if not work.is_completed()]
+        super().abort()
+        for tensor in tensors_of([args[0] for args in pending if args]):
+            tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 113)
 
 
 class _Batched(dist._Work):
@@ -247,10 +283,24 @@ def _ruled_batch(operations: list[dist.P2POp]) -> list[dist.Work]:
     return group.run_batch(lambda: _batch_isend_irecv(operations))
 
 
-def run_under_nccl_rules(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """As `run_distributed`, on the backend of this file."""
-    register(RuledGroup)
+@contextmanager
+def ruled(kind: type[RuledGroup] = RuledGroup) -> Iterator[None]:
+    """Processes that are forked in this block can use the backend."""
+    register(kind)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
         patches.setattr(_Folder, "path", Path(folder))
         patches.setattr(dist, "batch_isend_irecv", _ruled_batch)
+        yield
+
+
+@contextmanager
+def under_rules(kind: type[RuledGroup]) -> Iterator[None]:
+    """Trainings that survive failures use this backend."""
+    with ruled(kind), mock.patch.object(recover, "backend_for", return_value=kind.backend_name):
+        yield
+
+
+def run_under_nccl_rules(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """As `run_distributed`, on the backend of this file."""
+    with ruled():
         return run_distributed(fn, world_size, *args, backend=RuledGroup.backend_name, **options)

@@ -20,6 +20,7 @@ from motet.families.language_models import cross_attention_layers, is_tied
 from motet.models.materialize import read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
+from motet.recomputation import BLOCKS, with_kind
 
 CONTEXT_BLOCK = 4
 """Tokens that context parallelism keeps together: samples here are short."""
@@ -31,6 +32,11 @@ FROZEN = {
     "all but encoders": ("vision projector", "audio projector", "language_model"),
     "audio": ("audio", "audio projector"),
 }
+
+
+def recomputed(how: bool | str, *modules: str) -> tuple[str, ...]:
+    """`parallel.recompute` of these modules."""
+    return tuple(with_kind(name, BLOCKS if how is True else how) for name in modules) if how else ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ class Scenario:
     fully_sharded: bool = False
     sharded_replicas: int = 1
     whole_parameters: bool = False
-    recompute: bool = False
+    recompute: bool | str = False
+    """Whether all blocks are recomputed, or a kind of recomputation."""
     recompute_features: bool = False
     """Of both encoders."""
     dtype: str = "float64"
@@ -198,7 +205,7 @@ class Scenario:
             schedule=self.schedule,
             assignment=self.assignment,
             max_packed_tokens=self.max_packed_tokens,
-            recompute=("vision", "audio", "language_model") if self.recompute else (),
+            recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
             recompute_features=("vision", "audio") if self.recompute_features else (),
         )
         return _replicated(plan) if self.placement == "replicated" else plan

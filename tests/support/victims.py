@@ -20,10 +20,11 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
+from waiting import wait_until
 
 from motet.parallel.tensor_plans import local_ranges
 from motet.planner.templates.pipelines import nodes_of_pipelines
-from motet.resilience.membership import FIRST_GENERATION
+from motet.resilience.membership import FIRST_GENERATION, MembershipNotice
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.executor import Executor
@@ -37,8 +38,17 @@ MOST_SHARDS = 2
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
 ALL_PHASES = (*PHASES, "evaluation")
 OF_AGENTS = {"agent": signal.SIGKILL, "stopped agent": signal.SIGSTOP, "warning": signal.SIGTERM}
-SERVER_SIGNALS = {"store": signal.SIGKILL, "stopped store": signal.SIGSTOP, "etcd member": signal.SIGKILL}
+SERVER_SIGNALS = {
+    "store": signal.SIGKILL,
+    "stopped store": signal.SIGSTOP,
+    "etcd member": signal.SIGKILL,
+    "stopped etcd member": signal.SIGSTOP,
+    "etcd member and launcher": signal.SIGKILL,
+}
 """What is done to the server whose number stands on the board."""
+OF_LAUNCHERS = ("launcher", "etcd member and launcher")
+SILENT = ("stopped agent", "stopped store")
+"""Ways to be lost that no connection of a step notices: a short training would be over before anyone else does."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Kill:
 
     @property
     def hits_node(self) -> bool:
-        return self.how not in SERVER_SIGNALS
+        return self.how not in SERVER_SIGNALS and self.how not in OF_LAUNCHERS
 
 
 class Board:
@@ -91,6 +101,21 @@ class Board:
     def server(self) -> int:
         return self._PHASE.unpack_from(self._memory, 2560)[0]
 
+    def set_launcher(self, pid: int) -> None:
+        self._PHASE.pack_into(self._memory, 2564, pid)
+
+    @property
+    def launcher(self) -> int:
+        return self._PHASE.unpack_from(self._memory, 2564)[0]
+
+    def note_membership(self, num_kills: int) -> None:
+        """Whatever was done before has been noticed."""
+        for kill in range(num_kills):
+            self._memory[1536 + kill] = self.is_fired(kill)
+
+    def is_noticed(self, kill: int) -> bool:
+        return self._memory[1536 + kill] != 0
+
     def is_fired(self, kill: int) -> bool:
         return self._memory[1024 + kill] != 0
 
@@ -104,10 +129,12 @@ class Board:
 
 
 class Victim:
-    """In each training process: follows what it does, and carries out what was drawn for its node."""
+    """In each training process: follows what it does, and carries out what was drawn for its node.
 
-    def __init__(self, kills: Sequence[Kill], board: Board) -> None:
-        self._kills, self.board = kills, board
+    `last_step`: finished steps at which it waits until what is silent has been noticed; None: it never waits."""
+
+    def __init__(self, kills: Sequence[Kill], board: Board, last_step: int | None = None) -> None:
+        self._kills, self.board, self.last_step = kills, board, last_step
         self.node = -1
         self.finished_steps = 0
         self._entries = [0] * len(kills)
@@ -125,12 +152,26 @@ class Victim:
             self._entries[i] += 1
             if self._entries[i] > kill.nth:
                 self.board.fire(i)
+                if kill.how in OF_LAUNCHERS:
+                    os.kill(self.board.launcher, signal.SIGKILL)
                 if kill.how in OF_AGENTS:
                     os.kill(os.getppid(), OF_AGENTS[kill.how])
                 elif kill.how in SERVER_SIGNALS:
                     os.kill(self.board.server, SERVER_SIGNALS[kill.how])
-                elif kill.how != "cut":  # The board is watched by who cuts.
+                elif kill.how not in ("cut", "launcher"):  # The board is watched by who cuts.
                     signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
+
+    def wait_for_notice(self, trainer: Trainer) -> None:
+        for i, kill in enumerate(self._kills):
+            if kill.how in SILENT and self.board.is_fired(i) and not self.board.is_noticed(i):
+                # What ends the wait under another membership is this process's end.
+                wait_until(trainer.engine.wants_pause, f"{kill} is not noticed")
+
+    def joins(self, call: MembershipNotice) -> str:
+        is_first = call.membership.generation == FIRST_GENERATION
+        if not is_first or call.run.restarts:
+            self.board.note_membership(len(self._kills))
+        return "other" if is_first else "recovery"
 
     def save(self, begins: bool) -> None:
         self.board.set_saving(self.node, begins)
@@ -172,11 +213,14 @@ def observed(victim: Victim) -> Iterator[None]:
 
     def of_trainer(trainer: Trainer, *_: object) -> str:
         victim.finished_steps = trainer.finished_steps
+        if trainer.finished_steps == victim.last_step:
+            victim.wait_for_notice(trainer)
         return "other"
 
-    def join(process: TrainingProcess, call: Any) -> str:
+    def join(process: TrainingProcess, call: MembershipNotice) -> str:
+        assert call.rank is not None
         victim.node = call.membership.all_nodes[call.rank // process._node_size]
-        return "other" if call.membership.generation == FIRST_GENERATION else "recovery"
+        return victim.joins(call)
 
     written = CheckpointWriter._write
 

@@ -1,8 +1,9 @@
 """Trainings of which more is lost than they tolerate, or something else than a node, and what they must come to.
 
-Two nodes within one recovery, stopped agents, the store, members of etcd, nodes that join meanwhile. Where some node
-that was not lost has held each layer since the beginning, training goes on without a restart. Else it goes on from the
-last checkpoint. In both cases losses and samples are those of the undisturbed run, and nothing is left behind.
+Two nodes within one recovery, stopped agents, the store, members of etcd, the launcher's machine, nodes that join
+meanwhile. Where some node that was not lost has held each layer since the beginning, training goes on without a
+restart. Else it goes on from the last checkpoint. In both cases losses and samples are those of the undisturbed run,
+and nothing is left behind.
 """
 
 import ctypes
@@ -15,27 +16,46 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 from unittest import mock
 
-from chaos import DETECT_S, STEPS, Layout, _draw_kill, config_of, pipelines_of, plan_and_templates, undisturbed
+from chaos import (
+    DETECT_S,
+    STEPS,
+    Layout,
+    config_of,
+    draw_kill,
+    import_models,
+    pipelines_of,
+    plan_and_templates,
+    undisturbed,
+)
 from etcd_servers import EtcdServers, etcd_servers
 from ledger import Ids, recorded
-from victims import Board, Kill, Victim, observed
+from victims import OF_LAUNCHERS, Board, Kill, Victim, observed
 from waiting import wait_until
 
 from motet.config import RunConfig
+from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.failure_log import FAILURES
-from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.launch_nodes import join_training, run_agent, train_on_nodes
 from motet.resilience.store.embedded import StoreProcess
+from motet.resilience.store.etcd import EtcdAddress
+from motet.resilience.store.store import SECRET_VARIABLE
 from motet.resilience.succession import Succession
+from motet.runtime.checkpoint.folder import find_checkpoints
+from motet.runtime.launch import WorkerFailedError
 
 Store = Literal["embedded", "etcd"]
 OF_NODES = ("process", "process", "hang", "agent", "stopped agent")
-OF_STORES = {"embedded": ("store", "stopped store"), "etcd": ("etcd member",)}
+OF_STORES = {
+    "embedded": ("store", "stopped store"),
+    "etcd": ("etcd member", "stopped etcd member", "launcher", "etcd member and launcher"),
+}
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "evaluation")
 PR_SET_CHILD_SUBREAPER = 36
 FORK = multiprocessing.get_context("fork")
@@ -50,11 +70,18 @@ class WildTrial:
     store: Store
     kills: tuple[Kill, ...]
     joins: bool
-    """Whether a node comes after the first loss. With etcd none does: the secret of the run is not told."""
+    """Whether a node comes after the first loss."""
+    waits: bool
+    """Whether the last step waits until what is silent has been noticed; else the training may be over before."""
 
     @property
     def num_nodes(self) -> int:
         return sum(pipelines_of(self.layout, 1, False))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether all nodes join a process that listens, as on several machines; that process may be lost."""
+        return self.store == "etcd" and (self.joins or any(kill.how in OF_LAUNCHERS for kill in self.kills))
 
 
 def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = None) -> WildTrial:
@@ -65,16 +92,16 @@ def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = 
     is_double = rng.random() < 0.4 if is_double is None else is_double
 
     def kill(node: int, phase: str, ways: tuple[str, ...]) -> Kill:
-        drawn = _draw_kill(rng, node, "saving" if phase == "evaluation" else phase)
+        drawn = draw_kill(rng, node, "saving" if phase == "evaluation" else phase)
         return Kill(node, max(1, drawn.after_steps), phase, 0, drawn.delay_s, rng.choice(ways))
 
     kills = [kill(nodes[0], rng.choice(PHASES), OF_NODES)]
     if is_double:
         kills.append(kill(nodes[1], "recovery", OF_NODES))
-    elif rng.random() < 0.6:
+    elif rng.random() < (0.6 if store == "embedded" else 0.9):
         kills.append(kill(nodes[1], rng.choice(PHASES), OF_STORES[store]))
-    joins = store == "embedded" and rng.random() < 0.3
-    return WildTrial(seed, layout, store, tuple(kills), joins)
+    joins, waits = rng.random() < 0.3, rng.random() < 0.5
+    return WildTrial(seed, layout, store, tuple(kills), joins, waits)
 
 
 def config_for(trial: WildTrial, output: Path) -> RunConfig:
@@ -119,6 +146,7 @@ class WildOutcome:
 
 def run_wild(trial: WildTrial) -> WildOutcome:
     """Raises `AssertionError` if something is not as it must be."""
+    import_models()
     losses, ids = undisturbed(1, trial.layout)
     plan, templates = plan_and_templates(trial.layout, 1, pipelines_of(trial.layout, 1, False))
     board = Board()
@@ -139,29 +167,32 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         apart = children()
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(temporary)))
         stack.enter_context(recorded(output))
-        stack.enter_context(observed(Victim(trial.kills, board)))
-        if trial.joins:
-            stack.enter_context(joining(config, plan, templates, board))
-        else:
-            stack.enter_context(noted_store(board))
+        stack.enter_context(observed(Victim(trial.kills, board, STEPS - 1 if trial.waits else None)))
         started = time.monotonic()
-        result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1, store=etcd)
+        if trial.is_apart:
+            assert etcd is not None
+            result = train_apart(trial, config, plan, templates, board, etcd)
+        else:
+            with joining(config, plan, templates, board) if trial.joins else noted_store(board):
+                result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1, store=etcd)
         seconds = time.monotonic() - started
         path = output / FAILURES
         log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         fired = tuple(kill for i, kill in enumerate(trial.kills) if board.is_fired(i))
-        if not trial.joins:
-            wait_until(lambda: children() <= apart, f"processes are left: {children() - apart}")
+        wait_until(lambda: children() <= apart, f"processes are left: {children() - apart}")
         assert [*temporary.iterdir()] == [], "temporary files are left"
         seen = ids_by_step(output)
         metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        saved = find_checkpoints(output / "checkpoints")[-1].name
     wait_until(lambda: children() <= before, "processes are left")
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left"
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left")
+    assert saved == f"step_{STEPS:08d}", (trial, saved, log)
     # Where no process has survived, the result holds the steps since the checkpoint; the metrics hold all of them.
     written = {line["step"]: line["loss"] for line in metrics if "loss" in line}
     assert sorted(written) == list(range(1, STEPS + 1)), (trial, metrics, log)
-    pairs = [*zip(result["losses"], losses[-len(result["losses"]) :], strict=True)]
-    pairs += [(loss, losses[step - 1]) for step, loss in written.items()]
+    pairs = [(loss, losses[step - 1]) for step, loss in written.items()]
+    if result is not None:
+        pairs += zip(result["losses"], losses[STEPS - len(result["losses"]) :], strict=True)
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     assert error <= LONGEST_ERROR, (trial, error, log)
     assert seen == ids, (trial, log)
@@ -170,7 +201,54 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
     if lives and not store_was_lost:
         assert went_on, (trial, fired, log)
+    assert (result is None) == any(kill.how in OF_LAUNCHERS for kill in fired), (trial, log)
     return WildOutcome(trial, tuple(f"{kill.how} in {kill.phase}" for kill in fired), lives, went_on, error, seconds)
+
+
+def train_apart(
+    trial: WildTrial, config: RunConfig, plan: Plan, templates: Any, board: Board, etcd: EtcdAddress
+) -> dict[str, Any] | None:
+    """All nodes join a process that listens. Its result; None if it was lost."""
+    printed = Path(config.train.output) / "result.json"
+
+    def listen() -> None:
+        result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1, listen=etcd)
+        printed.write_text(json.dumps(result))
+
+    def join(is_late: bool) -> None:
+        if is_late:
+            wait_until(lambda: board.is_fired(0))
+        while True:
+            try:
+                return join_training(config, lambda: templates, etcd, 1)
+            except UserError:  # The run has not begun.
+                continue
+            except WorkerFailedError as error:
+                return print(f"a node ended: {error}", flush=True)
+
+    with mock.patch.dict(os.environ, {SECRET_VARIABLE: "a secret of all machines"}):
+        processes = [FORK.Process(target=listen)]
+        processes += [FORK.Process(target=join, args=(is_late,)) for is_late in (*[False] * trial.num_nodes, True)]
+        for process in processes if trial.joins else processes[:-1]:
+            process.start()
+    board.set_launcher(processes[0].pid or 0)
+    try:
+        while not all(map(has_ended, processes[:-1])):
+            time.sleep(0.05)
+        return json.loads(printed.read_text()) if printed.exists() else None
+    finally:
+        for process in processes if trial.joins else processes[:-1]:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def has_ended(process: BaseProcess) -> bool:
+    """Or was stopped, and does not end by itself."""
+    if process.exitcode is not None:
+        return True
+    state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
+    return state == "T"
 
 
 def ids_by_step(folder: Path) -> dict[int, Ids]:

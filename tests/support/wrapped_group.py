@@ -66,7 +66,7 @@ class WrappedGroup(ProcessGroup):
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         work = run(*_on_host(args, pairs))
         # Operations write into their first argument, except that a send only reads it.
-        written = set() if name == "send" or not args else {id(tensor) for tensor in _tensors(args[0])}
+        written = set() if name == "send" or not args else {id(tensor) for tensor in tensors_of(args[0])}
         return _StagedWork(work, [pair for pair in pairs if id(pair[0]) in written], pairs) if pairs else work
 
     def getBackendName(self) -> str:
@@ -103,10 +103,10 @@ class _StagedWork(dist._Work):
         return self._has_ended
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+    return [tensor for each in value for tensor in tensors_of(each)] if isinstance(value, (list, tuple)) else []
 
 
 def _on_host(value: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:

@@ -13,8 +13,10 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.costs.cells import gradients_of_plan
 from motet.costs.cost_model import CostTable, Quadratic, sample_loads
+from motet.costs.recomputed import recomputed_share
 from motet.plan import Plan
 from motet.ragged_arrays import Floats
+from motet.recomputation import of_module
 from motet.shapes.module_shape import ModuleWorkload
 
 
@@ -48,7 +50,7 @@ def sample_work(
     for name, module in plan.modules.items():
         if module.copy_of is not None:
             continue
-        workload = workloads[name]
+        workload = workloads[name].treated(of_module(plan.recompute, name))
         sources = tuple({plan.modules[e.source].data_module(e.source): None for e in plan.edges if e.target == name})
         loads = sample_loads(workload, name, samples, sources)
         forward, backward = [], []
@@ -57,8 +59,8 @@ def sample_work(
             sums = np.zeros((2, len(Quadratic._fields)))
             for layer in range(*stage.layers):
                 needs = gradients[name][layer]
-                recompute = name in plan.recompute and workload.has_block((layer, layer + 1))
-                passes = costs[layer].passes(needs.input_gradient, needs.weight_gradient, recompute=recompute)
+                again = recomputed_share(workload.layers[layer])
+                passes = costs[layer].passes(needs.input_gradient, needs.weight_gradient, recomputed=again)
                 sums += [passes.forward, passes.backward]
             forward.append(loads @ sums[0, 1:])
             backward.append(loads @ sums[1, 1:])

@@ -34,6 +34,8 @@ class Device:
     """Share of the memory's bandwidth that kernels reach."""
     kernel_overhead_s: float = 3e-6
     """Fixed time of a kernel, or of PyTorch's operators for it on a CPU."""
+    host_bytes_per_s: float = 2.5e10
+    """Bandwidth of copies between the device and pinned memory of its host, in one direction."""
     within_node: str = "pcie4"
     """The link of the catalogue that joins such devices in the usual server."""
     source: str = ""

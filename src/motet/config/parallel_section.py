@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from motet.config.section import Count, Degree, Degrees, Section
+from motet.recomputation import check_entries
 
 
 class ContextConfig(Section):
@@ -165,13 +166,21 @@ class ParallelConfig(Section):
     """Largest number of tokens of a packed row, with `packing`; larger microbatches of the language model are split.
     null: no limit."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are recomputed in the backward pass; if it is not given, planner `auto` chooses."""
+    """Modules whose activations are recomputed in the backward pass, each by its name (all blocks), or as `name:kind`
+    with the kind `blocks`, `attention` (that of every block), `every_2`, `every_3`, ... (every n-th block) or `offload`
+    (nothing is recomputed: activations go to pinned memory of the host and come back); if it is not given, planner
+    `auto` chooses."""
     recompute_features: tuple[str, ...] = ()
     """Towers, or encoders, whose stages keep only their input and recompute everything else in the backward pass: their
     activations are there one microbatch at a time, however many are on their way through a deep pipeline."""
     zero1: bool = False
     """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 keep each
     part. If it is not given, planner `auto` chooses."""
+
+    @model_validator(mode="after")
+    def _knows_kinds_of_recomputation(self) -> "ParallelConfig":
+        check_entries(self.recompute)
+        return self
 
     @model_validator(mode="after")
     def _packs_within_a_limit(self) -> "ParallelConfig":

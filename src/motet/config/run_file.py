@@ -34,6 +34,7 @@ from motet.config.section import (
 )
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL
+from motet.recomputation import split_entry
 from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
@@ -53,6 +54,8 @@ class DeviceConfig(Section):
     that is left out reaches 70% of `efficiency`."""
     memory_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the memory's bandwidth that kernels reach."""
+    host_bytes_per_s: PositiveNumber = 2.5e10
+    """Bandwidth of copies between a device and pinned memory of its host, in one direction."""
     within_node: str = "pcie4"
     """The link between such devices in a node."""
     source: str = "the user"
@@ -256,8 +259,9 @@ class RunConfig(Section):
     def _names_its_modules(self) -> "RunConfig":
         # The parts of a whole model are known to transformers alone.
         names = () if self.model.composite is not None else self.model.module_names
+        named = {"recompute": [split_entry(entry)[0] for entry in self.parallel.recompute]}
         for key in ("explicit", "recompute", "recompute_features"):
-            for name in getattr(self.parallel, key):
+            for name in named.get(key, getattr(self.parallel, key)):
                 if names and name not in names:
                     raise ValueError(f"parallel.{key}: there is no module {name!r}; the model has {', '.join(names)}")
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]

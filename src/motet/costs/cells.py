@@ -17,9 +17,11 @@ import numpy as np
 
 from motet.assignment.sample import Sample, kinds_of_samples
 from motet.costs.analytic import layer_flops
-from motet.costs.cost_model import LayerCost, Load, microbatch_load, total
+from motet.costs.cost_model import WHOLE, LayerCost, Load, Quadratic, microbatch_load, total
+from motet.costs.recomputed import recomputed_share
 from motet.plan import Edge, LayerRange, Plan, Stage
 from motet.ragged_arrays import Floats, Ints
+from motet.recomputation import of_module
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.shared_gathers import gathers_by_block
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
@@ -129,6 +131,7 @@ class Cells:
         self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
         self._outputs: dict[tuple[str, str], list[int]] = {}
         self._by_block: dict[tuple[str, int], bool] = {}
+        self._treated: dict[str, ModuleWorkload] = {}
         self._number()
 
     def gathers_by_block(self, module: str, stage: int) -> bool:
@@ -149,7 +152,10 @@ class Cells:
         return self.plan.modules[module].data_module(module)
 
     def workload(self, module: str) -> ModuleWorkload:
-        return self._workloads[self.owner(module)]
+        if module not in self._treated:
+            own = self._workloads[self.owner(module)]
+            self._treated[module] = own.treated(of_module(self.plan.recompute, module))
+        return self._treated[module]
 
     def arranged(self, module: str, replica: int) -> ModuleWorkload:
         """The workload as a replica arranges its sequences."""
@@ -179,8 +185,8 @@ class Cells:
             for layer, needs, count in kind.different:
                 if layer not in known:
                     known[layer] = layer_flops(layer)
-                again = recomputed and self._runs_again(kind.module, layer)
-                passes = known[layer].passes(needs.input_gradient, needs.weight_gradient, recompute=again)
+                again = self._repeated(kind.module, layer) if recomputed else None
+                passes = known[layer].passes(needs.input_gradient, needs.weight_gradient, recomputed=again)
                 parts.append(passes.forward.plus(passes.backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
         pairs, place = np.unique(np.stack([self.kind, self.load]), axis=1, return_inverse=True)
@@ -190,10 +196,9 @@ class Cells:
             for (kind, load), count in zip(pairs.T.tolist(), counts.tolist(), strict=True)
         )
 
-    def _runs_again(self, module: str, layer: LayerShape) -> bool:
-        """Whether a backward of the layer repeats its forward."""
-        is_block = layer.part == "block" and layer.runs
-        return (module in self.plan.recompute and is_block) or module in self.plan.recompute_features
+    def _repeated(self, module: str, layer: LayerShape) -> Quadratic | None:
+        """The share of the layer's forward that its backward repeats."""
+        return WHOLE if module in self.plan.recompute_features else recomputed_share(layer)
 
     def _number(self) -> None:
         routes = self.routes

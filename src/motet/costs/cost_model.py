@@ -216,6 +216,10 @@ class Quadratic(NamedTuple):
     def times(self, factor: float) -> "Quadratic":
         return Quadratic(*(factor * a for a in self))
 
+    def share(self, shares: "Quadratic") -> "Quadratic":
+        """A part of it: each term times its own share."""
+        return Quadratic(*(a * b for a, b in zip(self, shares, strict=True)))
+
     def of_microbatch(self, cp_size: int) -> "Quadratic":
         """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
         return Quadratic(self[0], *(a * share for a, share in zip(self[1:], _shares(cp_size), strict=True)))
@@ -230,6 +234,7 @@ def _shares(cp_size: int) -> Load:
 
 
 ZERO = Quadratic()
+WHOLE = Quadratic(*[1.0] * len(Quadratic._fields))
 
 
 class LayerPasses(NamedTuple):
@@ -258,15 +263,20 @@ class LayerCost:
     weight_gradient: Quadratic
     weight_gradient_alone: Quadratic
 
-    def passes(self, input_gradient: bool, weight_gradient: bool, *, recompute: bool = False) -> LayerPasses:
-        """The passes of a layer that computes these gradients; `recompute` matters only if it computes any."""
-        keeps_graph = (input_gradient or weight_gradient) and not recompute
+    def passes(
+        self, input_gradient: bool, weight_gradient: bool, *, recomputed: Quadratic | None = None
+    ) -> LayerPasses:
+        """The passes of a layer that computes these gradients.
+
+        `recomputed`: the share of each term of the forward that the backward repeats (`motet.costs.recomputed`); it
+        matters only if the layer computes a gradient. None: nothing."""
+        has_backward = input_gradient or weight_gradient
         alone = self.weight_gradient if input_gradient else self.weight_gradient_alone
         return LayerPasses(
-            forward=self.forward if keeps_graph else self.forward_without_graph,
+            forward=self.forward if has_backward and recomputed != WHOLE else self.forward_without_graph,
             input_gradient=self.input_gradient if input_gradient else ZERO,
             weight_gradient=alone if weight_gradient else ZERO,
-            recomputation=self.forward if recompute and (input_gradient or weight_gradient) else ZERO,
+            recomputation=ZERO if recomputed is None or not has_backward else self.forward.share(recomputed),
         )
 
     def of_rank(self, cp_size: int) -> "LayerCost":

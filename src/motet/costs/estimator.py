@@ -25,9 +25,10 @@ from motet.costs.cells import LayerGradients, entries_of, gradients_of_layers, g
 from motet.costs.communication import all_reduce_seconds, message_link
 from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, Load, microbatch_load
 from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.costs.recomputed import layer_passes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.plan import ContextOptions, Edge, LayerRange, Stage
-from motet.shapes.module_shape import ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class Estimator:
     """Answers for one model, cluster and typical global batch. Results are remembered."""
 
     workloads: Mapping[str, ModuleWorkload]
+    """With the treatment of each block's activations."""
     trainable: Mapping[str, Sequence[bool]]
     """Whether each layer is trainable, by module."""
     edges: Sequence[Edge]
@@ -75,8 +77,6 @@ class Estimator:
     """The typical global batch."""
     num_microbatches: int
     """Per replica."""
-    recompute: Sequence[str] = ()
-    """Modules whose blocks are recomputed."""
     cuts_evenly: bool = True
     """All microbatches hold equally many samples, as far as the batch can be divided."""
     known: dict[object, Any]
@@ -272,7 +272,7 @@ class Estimator:
         stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
         seconds = []
         for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
-            runs_again = needs.any and name in self.recompute and workload.has_block((index, index + 1))
+            runs_again = needs.any and layer.treatment in ("recomputed", "attention")
             keys_s = key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory).seconds(load)
             total_s = (shared if workload.is_shared(layer) else whole)[index]
             total_s += (1 + needs.any + runs_again) * keys_s
@@ -289,15 +289,18 @@ class Estimator:
 
     def layer_passes(self, name: str, tp: int = 1) -> list[LayerPasses]:
         """Seconds of each layer's passes as functions of the load, when every modality is present."""
-        layers, gradients = self.table.of(name, tp).layers, self.gradients[name]
-        has_block = self.workloads[name].has_block
+        layers, shapes, gradients = self.table.of(name, tp).layers, self.workloads[name].layers, self.gradients[name]
         return [
-            cost.passes(
+            layer_passes(
+                cost,
+                shape,
                 needs.input_gradient,
                 needs.weight_gradient,
-                recompute=name in self.recompute and has_block((i, i + 1)),
+                tp_size=tp,
+                cluster=self.cluster,
+                memory=self.memory,
             )
-            for i, (cost, needs) in enumerate(zip(layers, gradients, strict=True))
+            for cost, shape, needs in zip(layers, shapes, gradients, strict=True)
         ]
 
     def link(self, sender: int, receiver: int) -> Link | LinkCost:
@@ -337,25 +340,38 @@ class Estimator:
         costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
         assert len(costs) == workload.num_layers, f"{name}: {len(costs)} layers in the table, not {workload.num_layers}"
         works = [work._replace(load=work.load.share(cp)) for work in works]
-        repeats = name in self.recompute
-        are_blocks = self.remembered(
-            ("blocks", name), lambda: [workload.has_block((i, i + 1)) for i in range(workload.num_layers)]
-        )
         times: list[LayerTime] = []
         known: dict[object, LayerTime] = {}
         needed = zip(*(work.gradients for work in works), strict=True) if works else [()] * len(costs)
-        for cost, gradients, is_block in zip(costs, needed, are_blocks, strict=True):
-            recompute = repeats and is_block
+        for cost, shape, gradients in zip(costs, workload.layers, needed, strict=True):
             # Most layers are alike.
-            key = (id(cost), recompute, gradients)
+            key = (id(cost), id(shape), gradients)
             if key not in known:
                 parts = [
-                    _layer_time(cost, own, work.load, work.num_actions, recompute)
+                    self._layer_time(cost, shape, own, work, tp, sequence_parallel)
                     for own, work in zip(gradients, works, strict=True)
                 ]
                 known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
             times.append(known[key])
         return times
+
+    def _layer_time(
+        self, cost: LayerCost, shape: LayerShape, needs: LayerGradients, work: Work, tp: int, sequence_parallel: bool
+    ) -> tuple[float, float, float]:
+        """Seconds of forward, backward and weight gradients: the sums of the load once, constants once an action."""
+        passes = layer_passes(
+            cost,
+            shape,
+            needs.input_gradient,
+            needs.weight_gradient,
+            tp_size=tp,
+            cluster=self.cluster,
+            memory=self.memory,
+            sequence_parallel=sequence_parallel,
+        )
+        parts = (passes.forward, passes.backward, passes.weight_gradient)
+        seconds = [q.seconds(work.load) + (work.num_actions - 1) * q.constant for q in parts]
+        return seconds[0], seconds[1], seconds[2]
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 
@@ -450,7 +466,6 @@ class Estimator:
                     load,
                     input_gradient=needs.input_gradient,
                     weight_gradient=needs.weight_gradient,
-                    recompute=name in self.recompute,
                     tp_size=tp,
                     options=self.memory,
                     sequence_parallel=sequence_parallel,
@@ -517,13 +532,3 @@ def _mean_work(gradients: Sequence[LayerGradients], members: Sequence[Load]) -> 
 def _lightest_work(gradients: Sequence[LayerGradients], members: Sequence[Load]) -> Work:
     lightest = Load(*(min(values) for values in zip(*members, strict=True)))
     return Work(gradients, lightest, float(all(map(any, members))))
-
-
-def _layer_time(
-    cost: LayerCost, needs: LayerGradients, load: Load, num_actions: float, recompute: bool
-) -> tuple[float, float, float]:
-    """Seconds of forward, backward and weight gradients: the sums of the load once, constants `num_actions` times."""
-    passes = cost.passes(needs.input_gradient, needs.weight_gradient, recompute=recompute)
-    parts = (passes.forward, passes.backward, passes.weight_gradient)
-    seconds = [q.seconds(load) + (num_actions - 1) * q.constant for q in parts]
-    return seconds[0], seconds[1], seconds[2]

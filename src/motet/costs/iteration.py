@@ -381,7 +381,7 @@ class IterationCosts:
         # The first layer's norm, or a recomputed block, saves the tensor that the stage receives, unless it gathers it.
         first = workload.layers[kind.stage.layers[0]]
         gathers = first.part == "head" and kind.stage.cp_size > 1 and not workload.is_shared(first)
-        gathers = gathers or module.sequence_parallel
+        gathers = gathers or module.sequence_parallel or first.treatment == "offloaded"
         is_counted = first.saved_vectors > 0 and not gathers and not workload.num_time_vectors
         return (0 if is_counted else self._saved_input(kind, load)) + sum(
             count
@@ -390,7 +390,6 @@ class IterationCosts:
                 self._load_on_rank(kind, layer, load),
                 input_gradient=needs.input_gradient,
                 weight_gradient=needs.weight_gradient,
-                recompute=kind.module in self.plan.recompute,
                 tp_size=kind.stage.tp_size,
                 options=self.memory,
                 sequence_parallel=module.sequence_parallel,

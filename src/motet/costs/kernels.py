@@ -16,7 +16,7 @@ Norms, residuals and losses are charged elements of the linears' width, though i
 Gathers of sequence parallelism at the ends of a stage belong to no layer and are not counted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,6 +50,8 @@ class KernelShape:
     collective: Collective | None = None
     leaves_layer: bool = False
     """It computes the gradient of the layer's own input, which is not needed if everything before is frozen."""
+    in_attention: bool = False
+    """A recomputed attention runs it again: all of its forward but the output's linear, whose result nobody saves."""
 
     def at(self, load: Load) -> Kernel:
         return Kernel(self.name, self.kind, self.flops.seconds(load), self.num_bytes.seconds(load), self.collective)
@@ -79,22 +81,21 @@ class LayerKernels:
     input_gradient: tuple[KernelShape, ...]
     """Gradients within the layer and of its input."""
     weight_gradient: tuple[KernelShape, ...]
+    recomputed: tuple[KernelShape, ...] = ()
+    """The part of the forward that the backward repeats, by the layer's treatment."""
 
     @property
     def weight_gradient_alone(self) -> tuple[KernelShape, ...]:
         """If nothing trainable lies before: the gradient passes through the layer, but not out of it."""
         return (*(kernel for kernel in self.input_gradient if not kernel.leaves_layer), *self.weight_gradient)
 
-    def backward(
-        self, input_gradient: bool, weight_gradient: bool, *, recompute: bool = False
-    ) -> tuple[KernelShape, ...]:
-        """The backward of a layer that computes these gradients; with `recompute` it begins with a forward."""
+    def backward(self, input_gradient: bool, weight_gradient: bool) -> tuple[KernelShape, ...]:
+        """The backward of a layer that computes these gradients, with what it recomputes first."""
         if not (input_gradient or weight_gradient):
             return ()
-        again = self.forward if recompute else ()
         if not input_gradient:
-            return again + self.weight_gradient_alone
-        return again + self.input_gradient + (self.weight_gradient if weight_gradient else ())
+            return self.recomputed + self.weight_gradient_alone
+        return self.recomputed + self.input_gradient + (self.weight_gradient if weight_gradient else ())
 
 
 def layer_kernels(
@@ -119,8 +120,12 @@ def layer_kernels(
         return LayerKernels((), (), ())
     residual = element_bytes if residual_bytes is None else residual_bytes
     make = _Maker(layer, tp_size, sequence_parallel, element_bytes, residual, charge)
+    forward = tuple(make.forward("forward"))
     return LayerKernels(
-        forward=tuple(make.forward("forward")),
+        forward=forward,
+        recomputed={"recomputed": forward, "attention": tuple(make.recomputed_attention(forward))}.get(
+            layer.treatment, ()
+        ),
         input_gradient=tuple(reversed(make.forward("input_gradient"))),
         weight_gradient=tuple(make.weight_gradients()),
     )
@@ -160,7 +165,11 @@ class _Maker:
 
     def forward(self, direction: Pass) -> list[KernelShape]:
         """The kernels of a forward, or of the gradients of their inputs, in the order of the forward."""
-        linears = [self.linear(linear, direction) for linear in self.layer.linears]
+        inside = self._linears_in_attention()
+        linears = [
+            replace(self.linear(linear, direction), in_attention=index in inside)
+            for index, linear in enumerate(self.layer.linears)
+        ]
         kernels = self._ordered(linears, direction)
         if not self.layer.num_adapter_parameters():
             return kernels
@@ -178,8 +187,23 @@ class _Maker:
             leaves = direction == "input_gradient" and place < first
             result.append(replace(kernel, leaves_layer=kernel.leaves_layer or leaves))
             if id(kernel) in adapted:
-                result += self._adapter(adapted[id(kernel)], direction, leaves_layer=leaves)
+                added = self._adapter(adapted[id(kernel)], direction, leaves_layer=leaves)
+                result += [replace(own, in_attention=kernel.in_attention) for own in added]
         return result
+
+    def _linears_in_attention(self) -> set[int]:
+        """Indices of the linears that stand before an attention and belong to it."""
+        found: set[int] = set()
+        first = 0
+        for attention in self.layer.attentions:
+            found |= set(range(first, first + attention.num_linears - 1))
+            first += attention.num_linears
+        return found
+
+    def recomputed_attention(self, forward: Sequence[KernelShape]) -> list[KernelShape]:
+        """The kernels of a forward that a backward repeats where the attention keeps its input only."""
+        gathers = [kernel for kernel in self._closing(1, "forward") if kernel.collective == "all_gather"]
+        return [*gathers * len(self.layer.attentions), *(kernel for kernel in forward if kernel.in_attention)]
 
     def _adapter(self, linear: Linear, direction: Pass, *, leaves_layer: bool) -> list[KernelShape]:
         """The products of an adapter's matrices, and the scaling and adding of what comes out. Of a row-cut linear the
@@ -280,7 +304,7 @@ class _Maker:
             flops = self._quadratic(**of_pairs).plus(self._quadratic(per_token=beside))
             scores = times * attention.num_heads * self.charge.score_bytes / self.tp_size
             num_bytes = self._quadratic(per_token=queries + keys, per_pair=scores)
-        return KernelShape("attention", "attention", flops, num_bytes)
+        return KernelShape("attention", "attention", flops, num_bytes, in_attention=True)
 
     def _comparisons(self, direction: Pass) -> list[KernelShape]:
         """Similarities, block by block. The backward recomputes them and multiplies them with the features of the other

@@ -3,7 +3,8 @@
 A linear saves its input if its weights or its adapter have a gradient; linears that read the same tensor share it.
 Attention saves queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation
 function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary its
-logits. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
+logits. A recomputed block keeps its input only, and so does a recomputed attention. An offloaded block keeps nothing
+on its device. With sequence parallelism the tensor-parallel group shares
 what norms save, but not the inputs of linears, which each rank gathers.
 
 In bfloat16, parameters and activations have 2 bytes, gradients 4, and the optimizer's state includes a float32 master
@@ -171,31 +172,36 @@ def saved_layer_bytes(
     *,
     input_gradient: bool,
     weight_gradient: bool,
-    recompute: bool,
     tp_size: int,
     options: MemoryOptions,
     sequence_parallel: bool = False,
 ) -> int:
-    """Activations that one layer saves on one rank for the backward of one microbatch.
+    """Activations that one layer keeps on one rank for the backward of one microbatch.
 
     `load`: that of the rank, which with context parallelism is a share of the microbatch's (`Load.share`)."""
     if not (input_gradient or weight_gradient):
         return 0
     tokens = load.outputs if layer.part == "projector" else load.tokens * layer.resolution
     shared = tp_size if sequence_parallel and layer.part == "block" else 1
-    if recompute and layer.part == "block" and layer.runs:
+    if layer.treatment == "offloaded":
+        return 0
+    if layer.treatment == "recomputed":
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
+    keeps_attention = layer.treatment != "attention"
     trains_own = weight_gradient and not layer.num_adapter_parameters()
     vectors_for_weights = layer.saved_vectors_for_weights - options.saves_less * layer.float32_vectors
     vectors = layer.saved_vectors + trains_own * max(0, vectors_for_weights)
     elements = tokens * layer.hidden_size * vectors / shared
     if weight_gradient:
-        for linear in _inputs(layer):
+        kept = layer if keeps_attention else replace(layer, linears=layer.linears[_num_attention_linears(layer) :])
+        for linear in _inputs(kept):
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
             elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
-        elements += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
-    for attention in layer.attentions:
+        elements += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in kept.linears)
+    if not keeps_attention:  # Each attention keeps its input.
+        elements += len(layer.attentions) * tokens * layer.hidden_size / shared
+    for attention in layer.attentions if keeps_attention else ():
         keys = load.incoming if attention.reads_encoder else tokens
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
         elements += 2 * heads * attention.mean_dim / tp_size
@@ -211,6 +217,10 @@ def saved_layer_bytes(
         elements += tokens * width * num_tensors / tp_size
     logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
     return round(elements * options.activation_bytes) + logits
+
+
+def _num_attention_linears(layer: LayerShape) -> int:
+    return sum(attention.num_linears for attention in layer.attentions)
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:

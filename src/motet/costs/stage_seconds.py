@@ -1,9 +1,9 @@
 """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load: sums over the layers' costs.
 
-Recomputation runs a block's forward once more if the block computes any gradient; recomputed features run the forward
-of the whole stage once more (DistMM 5.4). Context-parallel ranks share the work of all layers but those around an
-encoder's blocks. A cost table holds tensor-parallel groups on the first ranks of a node; for a group that spans more
-nodes, the additional time of its collectives is computed and added.
+Recomputation runs a block's forward, or that of its attention, once more if the block computes any gradient; recomputed
+features run the forward of the whole stage once more (DistMM 5.4). Context-parallel ranks share the work of all layers
+but those around an encoder's blocks. A cost table holds tensor-parallel groups on the first ranks of a node; for a
+group that spans more nodes, the additional time of its collectives is computed and added.
 
 A contrastive loss (a batch-sync, DistMM sections 5.3.2 and 5.4) is shared by its members. A member compares its own
 features with those of the towers opposite to its own. It gathers their features before, and the log-sum-exps of the
@@ -22,6 +22,7 @@ from motet.costs.communication import collective_terms, ring_terms
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
+from motet.costs.recomputed import layer_passes
 from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups
 from motet.schedule.lower import keeps_row_shares, row_shares
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
@@ -168,18 +169,28 @@ class StageSeconds:
                 input_half.append(costs.blocks_backward)
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
             layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
-            recomputed = name in self.cells.plan.recompute and workload.has_block((index, index + 1))
-            passes = layer.passes(needs.input_gradient, needs.weight_gradient, recompute=recomputed or reruns)
-            exchange = self._exchange(name, workload.layers[index], stage)
-            gather = self._parameter_gather(name, workload.layers[index], stage)
-            scatter = self._parameter_gather(name, workload.layers[index], stage, of_gradients=True)
-            forward += [passes.forward, exchange, gather]
-            if is_gathered_in_backward(workload.layers[index], needs, gradients):
+            shape = workload.layers[index]
+            passes = layer_passes(
+                layer,
+                shape,
+                needs.input_gradient,
+                needs.weight_gradient,
+                tp_size=stage.tp_size,
+                cluster=self.cluster,
+                memory=self.memory,
+                sequence_parallel=self.cells.plan.modules[name].sequence_parallel,
+            )
+            exchange = self._exchange(name, shape, stage)
+            gather = self._parameter_gather(name, shape, stage)
+            scatter = self._parameter_gather(name, shape, stage, of_gradients=True)
+            forward += [layer.forward_without_graph if reruns else passes.forward, exchange, gather]
+            if is_gathered_in_backward(shape, needs, gradients):
                 input_half.append(gather)
             if needs.weight_gradient:
                 weight_half.append(scatter)
-            if recomputed and needs.any:
-                input_half += [layer.forward, exchange]
+            input_half.append(passes.recomputation)
+            if needs.any:
+                input_half.append(self._repeated_exchange(name, shape, stage))
             if reruns:
                 input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange, gather]
             if needs.any:
@@ -221,7 +232,6 @@ class StageSeconds:
         forward += [outputs_s, taken_s]
         input_half += [gradients_s, returned_s] if any(needs.any for needs in kind.gradients) else [gradients_s]
         for layer, needs, count in kind.different:
-            recomputed = needs.any and kind.module in self.cells.plan.recompute and layer.part == "block" and layer.runs
             kernels = layer_kernels(
                 layer,
                 tp_size=kind.stage.tp_size,
@@ -235,7 +245,10 @@ class StageSeconds:
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
             input_half += [gather] * (int(is_gathered_in_backward(layer, needs, kind.gradients)) + int(reruns))
-            input_half += [once] * (int(recomputed) + int(reruns))
+            input_half += [once] * int(reruns)
+            if needs.any:
+                repeated = self._repeated_exchange(kind.module, layer, kind.stage)
+                input_half.append(total([repeated, *self._collectives(kernels.recomputed, ranks)]).times(count))
             if needs.weight_gradient:
                 weight_half.append(scatter)
             if needs.input_gradient:
@@ -268,6 +281,15 @@ class StageSeconds:
         planned = self.cells.plan.modules[module]
         keys = key_exchange(layer, stage, planned.context, self.cluster, self.memory)
         return keys.plus(token_exchange(layer, planned, stage, self.cluster, self.memory))
+
+    def _repeated_exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
+        """Seconds of the exchanges that a backward repeats with what it recomputes."""
+        if layer.treatment == "recomputed":
+            return self._exchange(module, layer, stage)
+        context = self.cells.plan.modules[module].context
+        return (
+            key_exchange(layer, stage, context, self.cluster, self.memory) if layer.treatment == "attention" else ZERO
+        )
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.

@@ -97,9 +97,21 @@ def probed_versions() -> dict[str, str]:
 
 
 def digest_of(tiny_config: Mapping[str, Any]) -> str:
-    """Names the result for a tiny configuration under these versions."""
-    text = json.dumps([Capabilities.format, tiny_config, probed_versions()], sort_keys=True, default=str)
+    """Names the result for a tiny configuration under these versions, wherever the configuration was stored."""
+    described = [Capabilities.format, _without_origin(tiny_config), probed_versions()]
+    text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+ORIGIN = {"_name_or_path": "", "architectures": None, "dtype": None}
+"""What a stored configuration says of its folder and weights, with its value in a new one. No probe depends on it."""
+
+
+def _without_origin(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: ORIGIN.get(key, _without_origin(value) if isinstance(value, Mapping) else value)
+        for key, value in values.items()
+    }
 
 
 def read_capabilities(digest: str) -> Capabilities | None:

@@ -26,6 +26,7 @@ from motet.families.hf_config import read_generator, shape_request
 from motet.families.shape_reading.module_shapes import make_shapes, shape_of
 from motet.parallel.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
+from motet.recomputation import split_entry
 from motet.schedule.batch_sync import Pair, pairs_of
 from motet.shapes.module_shape import (
     ModuleWorkload,
@@ -154,8 +155,9 @@ def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
             raise UserError(f"model.parts.{name}: the model has no such part; give {names}")
     if not config.model.parts.get(LANGUAGE_MODEL, CompositePartConfig()).train.projector:
         raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: applies to encoders only; leave it out")
-    for key in ("explicit", "recompute"):
-        for name in getattr(config.parallel, key):
+    recomputed = [name for name, _ in map(split_entry, config.parallel.recompute)]
+    for key, given in (("explicit", config.parallel.explicit), ("recompute", recomputed)):
+        for name in given:
             if name not in modules:
                 raise UserError(f"parallel.{key}: there is no module {name!r}; the model has {names}")
     missing = [name for name in modules if config.parallel.explicit and name not in config.parallel.explicit]

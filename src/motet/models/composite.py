@@ -55,12 +55,12 @@ class CompositeNode(ModuleNode):
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> nn.Module:
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> nn.Module:
         assert not packing
         if not self.part.functions:
-            return CompositeLanguageModelStage(self.name, self.model, self.composite, layers, recompute=recompute)
+            return CompositeLanguageModelStage(self.name, self.model, self.composite, layers)
         assert layers == (0, self.num_layers), f"{self.name} is one stage"
-        return CompositeEncoderStage(self.name, self.model, self.composite, recompute=recompute)
+        return CompositeEncoderStage(self.name, self.model, self.composite)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         return self.shape

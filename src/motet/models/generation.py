@@ -37,7 +37,7 @@ class QueryNode(ModuleNode):
     def num_layers(self) -> int:
         return 1
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> QueryStage:
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> QueryStage:
         return QueryStage(self.name, self.queries)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
@@ -78,7 +78,7 @@ class GeneratorNode(ModuleNode):
     def num_layers(self) -> int:
         return self.shape.num_layers
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> GeneratorStage:
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> GeneratorStage:
         return GeneratorStage(
             self.name,
             self.reads,
@@ -88,7 +88,6 @@ class GeneratorNode(ModuleNode):
             workload=self.shape,
             loss=self.loss,
             incoming_size=self.incoming_size,
-            recompute=recompute,
         )
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:

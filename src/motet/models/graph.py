@@ -179,10 +179,9 @@ class ModuleNode(ABC):
     def num_layers(self) -> int: ...
 
     @abstractmethod
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> nn.Module:
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> nn.Module:
         """A run of layers as a `motet.models.stages.stage.StageModule`, which takes the module over and drops its other
-        layers. `packing`: a language model's samples stand in one row; `recompute`: blocks run again in the backward
-        pass."""
+        layers. `packing`: a language model's samples stand in one row."""
 
     @abstractmethod
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
@@ -261,8 +260,8 @@ class EncoderNode(ModuleNode):
     def num_layers(self) -> int:
         return num_encoder_layers(self.module.module, self.module.projector)
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> EncoderStage:
-        return EncoderStage(self.name, self.module, layers, recompute=recompute)
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> EncoderStage:
+        return EncoderStage(self.name, self.module, layers)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         """A projector of the user's own is described by its linears."""
@@ -344,13 +343,12 @@ class LanguageModelNode(ModuleNode):
         """The layers at which encoder outputs enter: the embedding, or those with cross-attention."""
         return cross_attention_layers(self.module.module) if self.merge == "cross_attention" else (0,)
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> LanguageModelStage:
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> LanguageModelStage:
         return LanguageModelStage(
             self.name,
             self.module.module,
             layers,
             packing=packing,
-            recompute=recompute,
             media_attention=self.media_attention,
             preprocess_callback=self.preprocess_callback,
             router_aux_loss=self.router_aux_loss,
@@ -389,8 +387,8 @@ class DecoderNode(ModuleNode):
     def num_layers(self) -> int:
         return num_causal_layers(self.decoder)
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> CaptionDecoderStage:
-        return CaptionDecoderStage(self.name, self.decoder, layers, recompute=recompute)
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> CaptionDecoderStage:
+        return CaptionDecoderStage(self.name, self.decoder, layers)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         workload = module_workload(self.decoder.config, role="decoder")
@@ -418,9 +416,7 @@ class LossNode(ModuleNode):
     def num_layers(self) -> int:
         return 1
 
-    def make_stage(
-        self, layers: LayerRange = (0, 1), *, packing: bool = False, recompute: bool = False
-    ) -> ContrastiveStage:
+    def make_stage(self, layers: LayerRange = (0, 1), *, packing: bool = False) -> ContrastiveStage:
         return ContrastiveStage(self.loss, self.pairs, self.width)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:

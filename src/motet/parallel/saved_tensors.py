@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from motet.parallel.main_gradients import HALF_DTYPES
+from motet.parallel.split_backward import Ambient
 
 VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 """Nodes that only reshape."""
@@ -40,23 +41,33 @@ class _Again(NamedTuple):
     dtype: torch.dtype
 
 
-class _Narrow(NamedTuple):
+class Narrow(NamedTuple):
     """A float32 tensor whose values half precision holds."""
 
-    values: Tensor
+    values: Any
     shape: torch.Size
 
 
-def save_less(
-    dtype: torch.dtype, on_saved: Callable[[Tensor], object] = lambda tensor: None
-) -> AbstractContextManager[object]:
-    """The context of one forward of a stage. `dtype`: of its parameters; nothing changes unless it is half precision.
-    `on_saved` is told of the tensors that are saved then."""
-    if dtype not in HALF_DTYPES:
-        return nullcontext()
-    narrow: dict[int, Tensor] = {}
+class SavesLess(Ambient):
+    """What is saved in the place of tensors, within one forward of a stage whose parameters have this half
+    precision."""
 
-    def pack(tensor: Tensor) -> Tensor | _Again | _Narrow:
+    def __init__(self, dtype: torch.dtype, on_saved: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self._dtype, self._on_saved = dtype, on_saved
+        self._narrow: dict[int, Tensor] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        super().__exit__(*error)
+
+    def pack(self, tensor: Tensor) -> Tensor | _Again | Narrow:
+        dtype = self._dtype
         node = _origin(tensor.grad_fn)
         kind = "" if node is None else node.name()
         if kind in ACTIVATIONS:
@@ -66,27 +77,33 @@ def save_less(
                 return _Again(_multiply, node, tensor.shape, tensor.dtype)
             if kind == COPY and _source_dtype(node) == dtype:
                 number = node._sequence_nr()
-                if number not in narrow:
-                    narrow[number] = tensor.detach().to(dtype)
-                    on_saved(narrow[number])
-                return _Narrow(narrow[number], tensor.shape)
+                if number not in self._narrow:
+                    self._narrow[number] = tensor.detach().to(dtype)
+                    self._on_saved(self._narrow[number])
+                return Narrow(self._narrow[number], tensor.shape)
         elif tensor.dtype in HALF_DTYPES and kind == COPY and _source_dtype(node) == torch.float32:
             source = _origin(node.next_functions[0][0])
             if source is not None and source.name() == PRODUCT and _saves_both(source):
                 return _Again(_multiply, source, tensor.shape, tensor.dtype)
-        on_saved(tensor)
+        self._on_saved(tensor)
         return tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+    @staticmethod
+    def unpack(saved: Tensor | _Again | Narrow) -> Tensor:
+        if isinstance(saved, _Again):
+            with torch.no_grad():
+                return saved.compute(saved.node).to(saved.dtype).reshape(saved.shape)
+        if isinstance(saved, Narrow):
+            return saved.values.to(torch.float32).reshape(saved.shape)
+        return saved
 
 
-def _unpack(saved: Tensor | _Again | _Narrow) -> Tensor:
-    if isinstance(saved, _Again):
-        with torch.no_grad():
-            return saved.compute(saved.node).to(saved.dtype).reshape(saved.shape)
-    if isinstance(saved, _Narrow):
-        return saved.values.to(torch.float32).reshape(saved.shape)
-    return saved
+def save_less(
+    dtype: torch.dtype, on_saved: Callable[[Tensor], object] = lambda tensor: None
+) -> AbstractContextManager[object]:
+    """The context of one forward of a stage. `dtype`: of its parameters; nothing changes unless it is half precision.
+    `on_saved` is told of the tensors that are saved then."""
+    return SavesLess(dtype, on_saved) if dtype in HALF_DTYPES else nullcontext()
 
 
 def _origin(node: Any) -> Any:

@@ -20,6 +20,12 @@ from motet.parallel.tensor_plans import Shard, local_ranges
 
 SEQUENCE_DIM = -2
 
+_ALL_GATHER, _REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")  # their names in torch 2.11 and older
+)
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -82,7 +88,7 @@ def split_inputs(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def _gather_last(x: Tensor, tp: TensorParallel) -> Tensor:
     parts = x.new_empty((tp.size, *x.shape))
-    dist.all_gather_single(parts.flatten(0, 1) if x.dim() > 1 else parts.flatten(), x.contiguous(), group=tp.group)
+    getattr(dist, _ALL_GATHER)(parts.flatten(0, 1) if x.dim() > 1 else parts.flatten(), x.contiguous(), group=tp.group)
     return parts.movedim(0, -2).flatten(-2)
 
 
@@ -141,7 +147,7 @@ def all_gather_sequence(x: Tensor, length: int, tp: TensorParallel) -> Tensor:
     """[..., ceil(length / tp), H] -> [..., length, H]"""
     assert x.shape[SEQUENCE_DIM] == shard_length(length, tp), f"{tuple(x.shape)} is no shard of a sequence of {length}"
     shards = x.new_empty((tp.size, *x.shape))
-    dist.all_gather_single(shards.flatten(0, 1), x.contiguous(), group=tp.group)
+    getattr(dist, _ALL_GATHER)(shards.flatten(0, 1), x.contiguous(), group=tp.group)
     return shards.movedim(0, SEQUENCE_DIM - 1).flatten(SEQUENCE_DIM - 1, SEQUENCE_DIM).narrow(SEQUENCE_DIM, 0, length)
 
 
@@ -152,7 +158,7 @@ def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     padded = pad(x, (0, 0, 0, tp.size * size - length))
     shards = padded.unflatten(SEQUENCE_DIM, (tp.size, size)).movedim(SEQUENCE_DIM - 1, 0).contiguous()
     result = torch.empty_like(shards[0])
-    dist.reduce_scatter_single(result, shards.flatten(0, 1), group=tp.group)
+    getattr(dist, _REDUCE_SCATTER)(result, shards.flatten(0, 1), group=tp.group)
     return result
 
 

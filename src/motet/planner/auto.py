@@ -68,6 +68,7 @@ from motet.planner.search import Cutoff, layouts_of
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.planner.sharing import sharing_plans
 from motet.planner.variants import best_variants, is_free, microbatch_numbers, promising, variant
+from motet.recomputation import of_module, with_kind
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -675,8 +676,12 @@ def _choose_repaired(
             if not found.evaluation.fits:
                 continue
             fitting = found.evaluation.plan
-            recomputed = (n for n in fitting.modules if fitting.modules[n].data_module(n) in problem.recompute)
-            plan = replace(fitting, num_microbatches=problem.num_microbatches, recompute=tuple(recomputed), zero1=False)
+            recomputed = tuple(
+                with_kind(name, kind)
+                for name, module in fitting.modules.items()
+                if (kind := of_module(problem.recompute, module.data_module(name))) is not None
+            )
+            plan = replace(fitting, num_microbatches=problem.num_microbatches, recompute=recomputed, zero1=False)
             return replace(
                 choice,
                 evaluation=evaluate(problem, plan),

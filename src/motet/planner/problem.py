@@ -28,6 +28,7 @@ from motet.plan import (
     Replica,
     Stage,
 )
+from motet.recomputation import of_module, with_kind
 from motet.shapes.module_shape import ModuleWorkload
 
 T = TypeVar("T")
@@ -218,7 +219,11 @@ class PlanningProblem:
             planner=planner,
             assignment=self.assignment,
             max_packed_tokens=self.max_packed_tokens,
-            recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
+            recompute=tuple(
+                with_kind(name, kind)
+                for name in modules
+                if (kind := of_module(self.recompute, modules[name].copy_of or name)) is not None
+            ),
             zero1=self.plans_zero1,
         )
         return on_nodes(plan, self.cluster.devices_per_node)
@@ -293,7 +298,9 @@ class PlanningProblem:
     def estimator(self) -> Estimator:
         """Estimates seconds and bytes of layers under any degrees of parallelism."""
         return Estimator(
-            workloads={name: module.workload for name, module in self.modules.items()},
+            workloads={
+                name: module.workload.treated(of_module(self.recompute, name)) for name, module in self.modules.items()
+            },
             trainable={name: module.trainable_layers for name, module in self.modules.items()},
             edges=self.edges,
             table=self.table,
@@ -301,7 +308,6 @@ class PlanningProblem:
             memory=self.memory,
             samples=self.samples,
             num_microbatches=self.num_microbatches,
-            recompute=self.recompute,
             cuts_evenly=self.cuts_evenly,
             known=self._known,
         )

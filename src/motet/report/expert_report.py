@@ -14,6 +14,7 @@ from motet.plan import LANGUAGE_MODEL, Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation
 from motet.planner.sensitivity import Sensitivity, sensitivities
+from motet.recomputation import BLOCKS, of_module
 from motet.report.time_of_ranks import times_of_ranks
 
 MOST_RANKS = 64
@@ -97,7 +98,8 @@ def plan_features(plan: Plan) -> dict[str, str]:
         parts += ["parameters whole in a step"] if module.whole_parameters else []
         num_copies = sum(other.copy_of == name for other in plan.modules.values())
         parts += [f"{num_copies} copies on other ranks"] if num_copies else []
-        parts += ["recomputed"] if name in (*plan.recompute, *plan.recompute_features) else []
+        kind = BLOCKS if name in plan.recompute_features else of_module(plan.recompute, name)
+        parts += [f"recomputed ({kind})" if kind != BLOCKS else "recomputed"] if kind is not None else []
         features[name] = ", ".join(parts)
     together = [
         f"{name} with {other}"

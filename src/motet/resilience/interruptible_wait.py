@@ -13,10 +13,11 @@ Two mechanisms end such waits:
   to. So a helper thread waits in the caller's place; the caller can be interrupted, and abandons the helper.
   Cost: two thread switches per wait (6 us of processor time, 15 us on an idle machine).
 
-Limits: Linux (/proc) and gloo; on CUDA, NCCL's own abort would take the sockets' place. All TCP sockets that did not
-exist before count as torch.distributed's: a client that connects later must be able to reconnect, and a server must not
-start to listen in this process. `torch.distributed.Work.wait` is replaced for all callers, as most collectives wait
-inside torch. An abandoned wait keeps its buffers, and its groups keep their descriptors, until its timeout.
+Limits: Linux (/proc) and gloo; NCCL's communicators, which wait on the device, are aborted before
+(`motet.resilience.process_control`). All TCP sockets that did not exist before count as torch.distributed's: a client
+that connects later must be able to reconnect, and a server must not start to listen in this process.
+`torch.distributed.Work.wait` is replaced for all callers, as most collectives wait inside torch. An abandoned wait
+keeps its buffers, and its groups keep their descriptors, until its timeout.
 """
 
 import os
@@ -93,7 +94,8 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 _Outcome = SimpleQueue[tuple[Any, BaseException | None]]
 """Result or exception of a wait."""
-_Tasks = SimpleQueue[tuple[Callable[[], Any], _Outcome] | None]
+_Wait = Callable[[], Any]
+_Tasks = SimpleQueue[tuple[_Wait, _Outcome] | None]
 
 
 class InterruptibleWaits:
@@ -102,15 +104,19 @@ class InterruptibleWaits:
     def __init__(self) -> None:
         self.generation = 0
         """Generation of the membership under which waits begin."""
+        self._for_helper: Callable[[_Wait], _Wait] = lambda wait: wait
         self._helpers = threading.local()
         self._lock = threading.Lock()
         self._pending: dict[_Outcome, tuple[int, float]] = {}
         """By wait: its generation and when it began."""
 
     @contextmanager
-    def make_interruptible(self, work_type: Any) -> Iterator[None]:
-        """Makes all waits that begin in the block interruptible. `work_type`: `torch.distributed.Work`."""
-        wait = work_type.wait
+    def make_interruptible(
+        self, work_type: Any, for_helper: Callable[[_Wait], _Wait] = lambda wait: wait
+    ) -> Iterator[None]:
+        """Makes all waits that begin in the block interruptible. `work_type`: `torch.distributed.Work`. `for_helper`:
+        gives a wait of this thread to another one."""
+        wait, self._for_helper = work_type.wait, for_helper
 
         def interruptible_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if work.is_completed():
@@ -140,7 +146,7 @@ class InterruptibleWaits:
         with self._lock:
             self._pending[outcome] = self.generation, time.monotonic()
         try:
-            self._helpers.helper.tasks.put((wait, outcome))
+            self._helpers.helper.tasks.put((self._for_helper(wait), outcome))
             result, error = outcome.get()
         except BaseException:  # From a signal handler.
             del self._helpers.helper

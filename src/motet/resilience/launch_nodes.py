@@ -62,6 +62,8 @@ ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped
 """Errors of training processes that are told apart; all others are of kind `failure`."""
 FINAL_ERRORS = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
 """Exceptions by kind of end after which the nodes are not restarted."""
+OUTLIVING_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Settings without which torch ends a process whose NCCL peer was lost."""
 RETRY_S = 0.2
 """Interval between two looks for a store that was lost."""
 
@@ -244,7 +246,9 @@ def run_agent(
         for place in range(node_size):
             mine, theirs = multiprocessing.Pipe()
             agent_ends = [*(other.pipe for other in processes), mine]
-            process = children.start(_run_process, config, place, node_size, theirs, agent_ends)
+            # Nodes of one machine share its devices.
+            device = (node or 0) * node_size + place
+            process = children.start(_run_process, config, device, node_size, theirs, agent_ends)
             theirs.close()
             processes.append(WatchedProcess(process, mine))
         # An agent waits longer than the process that watches the store, which restarts everything.
@@ -263,13 +267,15 @@ def run_agent(
 
 
 def _run_process(
-    config: RunConfig, place: int, node_size: int, pipe: Connection, agent_ends: Sequence[Connection]
+    config: RunConfig, device: int, node_size: int, pipe: Connection, agent_ends: Sequence[Connection]
 ) -> None:
-    """Runs a training process."""
+    """Runs a training process. `device`: its number among the machine's."""
     for other in agent_ends:  # If these stayed open here, the agent's end would go unnoticed.
         other.close()
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place), str(node_size)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(device), str(node_size)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
+    os.environ |= OUTLIVING_PEERS
     torch.set_num_threads(max(1, available_cores() // node_size))
     link = AgentLink(pipe)
     try:

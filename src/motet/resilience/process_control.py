@@ -192,6 +192,10 @@ class AgentLink:
         self._store_is_away = False
         self._num_returns = 0
         """Times that the store came back."""
+        self._abort: Callable[[], None] | None = None
+        self._aborting = threading.Thread()
+        self._aborts = threading.RLock()
+        """Held while communicators are aborted, and while this process leaves its membership."""
         self._sending = threading.Lock()
         self._generation = 0
         """Generation of the membership under which this process works."""
@@ -199,11 +203,15 @@ class AgentLink:
         threading.Thread(target=self._send_signs_of_life, name="signs of life", daemon=True).start()
         threading.Thread(target=self._listen, name="agent link", daemon=True).start()
 
-    def begin(self, generation: int, num_ranks: int, patience_s: float) -> None:
+    def begin(
+        self, generation: int, num_ranks: int, patience_s: float, abort: Callable[[], None] | None = None
+    ) -> None:
         """Must be called before any work under a membership. Connections that exist before the first membership (to
-        data servers) are never shut down. `patience_s`: time to leave this membership when a newer one is urgent."""
-        with self._changed:
+        data servers) are never shut down. `patience_s`: time to leave this membership when a newer one is urgent.
+        `abort`: ends what the device's communicators do; None: connections are all that there is."""
+        with self._aborts, self._changed:
             self._generation, self._num_ranks, self._patience_s = generation, num_ranks, patience_s
+            self._abort = abort
             self.waits.generation = generation
             self._connections = self._connections or Connections()
 
@@ -246,6 +254,18 @@ class AgentLink:
     @property
     def is_finished(self) -> bool:
         return self._is_finished
+
+    def leave(self, leave_world: Callable[[], None]) -> None:
+        """Calls it while nothing is aborted."""
+        with self._aborts:
+            if self._abort is not None and self.is_obsolete:  # Groups would wait for what has not ended.
+                self._abort()
+            leave_world()
+
+    def _abort_obsolete(self) -> None:
+        with self._aborts:
+            if self.is_obsolete and self._abort is not None:
+                self._abort()
 
     def send(self, word: str, value: object = None) -> None:
         with self._sending, contextlib.suppress(OSError):
@@ -296,6 +316,9 @@ class AgentLink:
         one."""
         with self._changed:
             if self._newest_urgent > self._generation and self._connections is not None:
+                if self._abort is not None and not self._aborting.is_alive():  # In a thread, as it may take long.
+                    self._aborting = threading.Thread(target=self._abort_obsolete, name="abort", daemon=True)
+                    self._aborting.start()
                 self._connections.shut_down(num_ranks=self._num_ranks)
                 late_s = time.monotonic() - self._urgent_since
                 if late_s > self._patience_s and self._reported_hung < self._newest_urgent:

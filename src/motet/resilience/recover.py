@@ -9,7 +9,9 @@ repeated with the same samples. What was held before a recovery is kept until al
 recovery may be interrupted at any moment and repeated. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
 Under ZeRO-1 the same holds for what each rank owns (`motet.resilience.state_transfer`).
 
-Limits: gloo.
+On an accelerator the communicators are NCCL's, which are aborted when a membership is over. What an aborted operation
+leaves is anything, and no error tells of it: so ranks report, agree and end each iteration on the host, over gloo, and
+whoever has aborted takes no part in that.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.config import RunConfig
 from motet.data.service.opening import open_producers
+from motet.devices import on_this_stream, synchronize
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.failure_log import Recovery, write_straggler
@@ -55,9 +59,15 @@ from motet.resilience.stragglers import StragglerWatch
 from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
-from motet.runtime.deadline import StepOverrunError
+from motet.runtime.deadline import StepOverrunError, abort_communicators
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
-from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, resume_message, training_result
+from motet.runtime.training.worker import (
+    check_has_steps_left,
+    checkpoint_to_resume,
+    make_trainer,
+    resume_message,
+    training_result,
+)
 
 PATIENCE_S = 5.0
 """Time from a broken connection to the membership that explains it, beside an agent's wait for the store's answer."""
@@ -104,18 +114,21 @@ class TrainingProcess:
         """All that hold useful state; the last one trains. Others are kept until it has all it needs."""
         self._restored_in = 0
         self._member_since = 0
+        self._hosts: dist.ProcessGroup | None = None
+        """The group in which hosts agree; None: all ranks' own, which is gloo."""
         self._device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self._producers = open_producers(config)
 
     def run(self) -> None:
         """Runs until the training is over. Rank 0 sends the JSON of `motet train` to its agent."""
         try:
-            with self._link.waits.make_interruptible(dist.Work):
+            with self._link.waits.make_interruptible(dist.Work, partial(on_this_stream, self._device)):
                 self._run()
         finally:
             self._producers.close()
 
     def _run(self) -> None:
+        gc.freeze()  # Of what the parent had there is nothing to collect, and a recovery would wait for the search.
         if (reason := why_unfit(self._device)) is not None:
             self._link.send("hung", reason)
             time.sleep(RENDEZVOUS_S)  # The agent ends this node.
@@ -123,7 +136,9 @@ class TrainingProcess:
         notice = self._link.wait_for_next(None)
         while notice is not None:
             membership = notice.membership
-            self._link.begin(membership.generation, self._num_ranks(membership), LEAVING_S + self._step_timeout_s)
+            patience_s, is_gloo = LEAVING_S + self._step_timeout_s, backend_for(self._device) == "gloo"
+            abort = None if is_gloo else abort_communicators
+            self._link.begin(membership.generation, self._num_ranks(membership), patience_s, abort)
             if notice.rank is None:
                 notice = self._link.wait_for_next(None)
                 continue
@@ -142,7 +157,7 @@ class TrainingProcess:
                 if notice is None and not self._link.is_finished:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
-            leave_world()
+            self._link.leave(leave_world)
 
     def _train_under(self, notice: MembershipNotice, started: float) -> None:
         """Recovers and trains under one membership, until something changes."""
@@ -169,7 +184,7 @@ class TrainingProcess:
             result = training_result(self._config, summary, self._producers, self._device)
             if notice.rank == 0:
                 self._link.send("result", (membership.generation, json.dumps(result)))
-            dist.barrier()
+            self._meet()
             self._link.send("done", membership.generation)
 
     def _watch_stragglers(self, trainer: Trainer, membership: Membership, slow_ratio: float) -> None:
@@ -197,14 +212,23 @@ class TrainingProcess:
 
     def _join_world(self, notice: MembershipNotice) -> None:
         assert notice.rank is not None
+        backend = backend_for(self._device)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=self._meeting_place(notice),
             rank=notice.rank,
             world_size=self._num_ranks(notice.membership),
             # Long enough to notice here that a rank hangs under the previous membership, and was taken out.
             timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
+        self._hosts = None if backend == "gloo" else dist.new_group(backend="gloo")
+
+    def _meet(self) -> None:
+        """Waits for all ranks. Raises `ConnectionError` where what was done since the last meeting may be anything."""
+        synchronize(self._device)
+        if self._link.is_obsolete:
+            raise ConnectionError("the membership ended meanwhile")
+        dist.barrier(self._hosts)
 
     def _meeting_place(self, notice: MembershipNotice) -> dist.TCPStore:
         """Opens the store through which the ranks of a membership find each other, or connects to it. It is with rank
@@ -231,17 +255,19 @@ class TrainingProcess:
         collective."""
         membership, run = notice.membership, notice.run
         was_out = self._member_since != notice.member_since
-        reports = self._useful(gather_values(_Report, replace(self._report(), was_out=was_out)))
+        reports = self._useful(gather_values(_Report, replace(self._report(), was_out=was_out), self._hosts))
         self._member_since = notice.member_since
         summary = self._agree(reports)
         plan = Plan.from_json(membership.plan)
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
+        if self._hosts is not None:
+            engine.was_aborted = lambda: self._link.is_obsolete
         new = make_trainer(self._config, engine, self._producers)
         local = LocalState(engine.model, new.optimizer)
         # Only once all ranks are at the same step: descriptions contain the number of updates.
-        held: Sequence[RankContents] = _exchange_contents(describe(self._states()))
-        needed: Sequence[RankContents] = _exchange_contents(local.describe())
-        groups = gather_values(dict[str, tuple[int, ...]], dict(parameter_groups(local)))
+        held: Sequence[RankContents] = _exchange_contents(describe(self._states()), self._hosts)
+        needed: Sequence[RankContents] = _exchange_contents(local.describe(), self._hosts)
+        groups = gather_values(dict[str, tuple[int, ...]], dict(parameter_groups(local)), self._hosts)
         if self._config.parallel.zero1:
             could_hold, size = needed, self._node_size
             number = self._failures.tolerate + 1
@@ -256,7 +282,7 @@ class TrainingProcess:
             transfer_state(transfer, tensors_of(self._states()), local)
             new.adopt_progress(summary, self._trainers[0] if self._trainers else None)
         self._trainers.append(new)
-        dist.barrier()
+        self._meet()
         if dist.get_rank() < plan.num_ranks:
             self._trainers = [new]
         # Else it is about to leave, and keeps what it held: ranks that have it now may be lost before it has left.
@@ -314,7 +340,7 @@ class TrainingProcess:
         told: TrainingSummary | None = None
         if dist.get_rank() == source:
             told = replace(self._trainers[0].summary, checkpoint=self._trainers[0].last_checkpoint)
-        summary = gather_values(TrainingSummary | None, told)[source]
+        summary = gather_values(TrainingSummary | None, told, self._hosts)[source]
         assert summary is not None
         if self._trainers and self._trainers[0].finished_steps < newest:
             assert summary.last is not None
@@ -334,13 +360,20 @@ class TrainingProcess:
         if (is_expected or found is not None) and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
+            if is_first_start:  # Else what was lost after the last checkpoint is only the end of the run.
+                check_has_steps_left(self._config.train.steps, *found)
             trainer.resume(*found)
             if before is not None:
                 trainer.summary.keep_record(before)
 
 
-def _exchange_contents(mine: RankContents) -> list[RankContents]:
-    return [dict(items) for items in gather_values(list[tuple[Item, ItemDescription]], list(mine.items()))]
+def _exchange_contents(mine: RankContents, hosts: dist.ProcessGroup | None) -> list[RankContents]:
+    return [dict(items) for items in gather_values(list[tuple[Item, ItemDescription]], list(mine.items()), hosts)]
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed that exchanges this device's tensors."""
+    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
 
 
 def leave_world() -> None:

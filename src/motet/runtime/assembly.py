@@ -12,11 +12,13 @@ from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
+from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
+from motet.recomputation import of_module
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -53,14 +55,20 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
                 f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks; generators "
                 "are whole on each rank of a stage; give tp_size 1 and cp_size 1"
             )
-        recompute = name in plan.recompute or owner in plan.recompute
+        recompute = of_module(plan.recompute, name) or of_module(plan.recompute, owner)
         return build_stage(config, owner, stage.layers, tp, device, recompute=recompute)
 
     return make
 
 
 def build_stage(
-    config: RunConfig, owner: str, layers: LayerRange, tp: TensorParallel, device: torch.device, *, recompute: bool
+    config: RunConfig,
+    owner: str,
+    layers: LayerRange,
+    tp: TensorParallel,
+    device: torch.device,
+    *,
+    recompute: str | None,
 ) -> StageModule:
     """A run of layers of the run file's module `owner`, cut for this rank's tensor-parallel group."""
     node = build_node(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
@@ -76,10 +84,10 @@ def make_stage(
     device: torch.device,
     *,
     packing: bool,
-    recompute: bool,
+    recompute: str | None,
 ) -> StageModule:
-    """A run of a node's layers, cut for this rank's tensor-parallel group."""
-    stage = node.make_stage(layers, packing=packing, recompute=recompute)
+    """A run of a node's layers, cut for this rank's tensor-parallel group. `recompute`: a kind of recomputation."""
+    stage = node.make_stage(layers, packing=packing)
     if tp.experts is not None:
         _check_experts(node, tp, tp.experts)
     if (tp.size > 1 or tp.experts is not None) and node.family is not None:
@@ -92,6 +100,8 @@ def make_stage(
     if node.adapters is not None:
         blocks, num_blocks = node.running_blocks
         add_adapters(stage, f"module.{blocks}", num_blocks, node.adapters)
+    if recompute is not None and hasattr(stage, "running_blocks"):
+        treat_activations(cast(HasBlocks, stage), recompute)
     return cast(StageModule, stage.to(device))
 
 

@@ -140,6 +140,9 @@ class Engine:
             self.open_communicators()
         self.wants_pause: Callable[[], bool] = lambda: False
         """Asked at the end of every iteration; all ranks learn whether it is true of any."""
+        self.was_aborted: Callable[[], bool] | None = None
+        """Where communicators may be aborted while training is to go on: whether they were, so that what the device has
+        computed means nothing. Iterations then end with an agreement of the hosts that they were not."""
         self.gradients_are_complete = False
         """Whether this rank has all sums of the last iteration: then it can be finished without other ranks."""
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
@@ -202,7 +205,18 @@ class Engine:
         None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         with self.executor.deadline.guarded():
-            return self._start(batch, forward_only, seed).read()
+            result = self._start(batch, forward_only, seed).read()
+            if self.was_aborted is not None:
+                self._agree_on_end(self.was_aborted(), forward_only)
+            return result
+
+    def _agree_on_end(self, was_aborted: bool, forward_only: bool) -> None:
+        """Whoever has aborted its communicators has read anything; whoever has not can finish the iteration alone, and
+        does so if anyone may. Collective."""
+        if was_aborted:
+            raise StepFailedError(f"rank {dist.get_rank()}: communicators were aborted during the iteration")
+        self.gradients_are_complete = not forward_only
+        self.executor.sum_over_ranks(torch.zeros(1), "that ends the iteration")
 
     def start(
         self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None
@@ -238,7 +252,7 @@ class Engine:
                 self._forget_unreached(reached)
             self.router_corrections.sum_counts(self.executor, self.device)
             totals[-3] = to_device(self.model.counted_squared_norm(), self.device)
-            self.gradients_are_complete = True
+            self.gradients_are_complete = self.was_aborted is None
         self.executor.sum_over_ranks(totals, "of losses")
 
         def result(values: list[float]) -> IterationResult:

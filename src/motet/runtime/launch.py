@@ -197,7 +197,7 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
     )
     yield
     # A rank that leaves while others still talk to it makes gloo abort them.
-    dist.barrier()
+    dist.barrier(device_ids=None if device == "cpu" else [local_rank])
     dist.destroy_process_group()
 
 

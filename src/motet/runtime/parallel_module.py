@@ -63,6 +63,7 @@ from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, 
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.recomputation import check_entries, of_module, split_entry
 from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.assembly import make_stage
 from motet.runtime.checkpoint.checkpoint import (
@@ -154,7 +155,7 @@ class ParallelModule(nn.Module):
             tp,
             self.device,
             packing=self._packing,
-            recompute=name in self.plan.recompute,
+            recompute=of_module(self.plan.recompute, name),
         )
         cast(nn.Module, made).train(model.training)
         return made
@@ -424,7 +425,8 @@ class MultimodalParallelModule(ParallelModule):
         microbatch_size: samples of one microbatch.
         schedule: a key of `motet.schedule.generators.GENERATORS`.
         packing: a microbatch's samples stand in one row without padding.
-        recompute: the modules whose activations are computed again in the backward pass.
+        recompute: the modules whose activations are computed again in the backward pass, as `parallel.recompute` of run
+            files (`name` or `name:kind`).
     """
 
     def __init__(
@@ -452,7 +454,11 @@ class MultimodalParallelModule(ParallelModule):
                 f"{', '.join(get_args(Placement))}"
             )
         _check_schedule(schedule)
-        _check_names(recompute, list(model.nodes), "recompute", "module")
+        _check_names([name for name, _ in map(split_entry, recompute)], list(model.nodes), "recompute", "module")
+        try:
+            check_entries(recompute)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         for key, number in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
             if number < 1:
                 raise UserError(f"{key} is {number}; give at least 1")

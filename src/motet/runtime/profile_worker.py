@@ -23,7 +23,7 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
     graph = read_graph(config)
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
-        stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=False)
+        stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=None)
         return stage
 
     described = {}

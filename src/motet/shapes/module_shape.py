@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from motet.errors import UserError
 from motet.plan import LayerRange, ModuleKind
+from motet.recomputation import BlockTreatment, treatment
 
 Part = Literal["embed", "block", "head", "projector", "loss"]
 Arrangement = Literal["separate", "padded", "packed"]
@@ -122,6 +123,8 @@ class LayerShape:
     """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
     num_comparisons: int = 0
     """Number of comparisons between two towers' features in a contrastive loss, both directions counted."""
+    treatment: BlockTreatment = "kept"
+    """What becomes of the activations that its forward would save (`ModuleWorkload.treated`)."""
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -207,6 +210,19 @@ class ModuleWorkload:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def treated(self, recompute: str | None) -> "ModuleWorkload":
+        """With blocks whose activations are treated as this kind of recomputation says; None: all are kept."""
+        if recompute is None:
+            return self
+        known: dict[tuple[int, BlockTreatment], LayerShape] = {}
+        layers = list(self.layers)
+        for number, index in enumerate(self.blocks):
+            layer = layers[index]
+            if layer.runs:  # Layers of equal shape stay one object.
+                own = treatment(recompute, number)
+                layers[index] = known.setdefault((id(layer), own), replace(layer, treatment=own))
+        return replace(self, layers=tuple(layers))
 
     def packed(self) -> "ModuleWorkload":
         """With a microbatch's samples in one row, as context-parallel ranks have them, where others are padded."""

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from recomputing import recomputing
 from tiny_encoders import (
     BLOCKS,
     ENCODERS,
@@ -63,8 +64,8 @@ def by_hand(family, model, features, segments, select="patch"):
     return [model(image[None]).last_hidden_state[0, first:] for image in features["pixel_values"]]
 
 
-def build_stages(module, cuts, **options):
-    return [EncoderStage("encoder", copy.deepcopy(module), cut, **options) for cut in pairwise(cuts)]
+def build_stages(module, cuts, *, recompute=False):
+    return [recomputing(EncoderStage("encoder", copy.deepcopy(module), cut), recompute) for cut in pairwise(cuts)]
 
 
 def run(stages, features, samples):

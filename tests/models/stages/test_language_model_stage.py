@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from recomputing import recomputing
 from tiny_language_models import SIZES, TINY, tiny_language_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -60,7 +61,7 @@ def incoming_of(samples: list[Sample]) -> dict[str, Tensor]:
 def run_in_stages(model, bounds, samples, incoming, *, packing, recompute=False, enters=(0,)):
     """Loss, and the gradients by canonical name and of the incoming tokens."""
     stages = [
-        LanguageModelStage("llm", copy.deepcopy(model), layers, packing=packing, recompute=recompute)
+        recomputing(LanguageModelStage("llm", copy.deepcopy(model), layers, packing=packing), recompute)
         for layers in zip([0, *bounds], bounds, strict=False)
     ]
     leaves = {source: tokens.clone().requires_grad_() for source, tokens in incoming.items()}

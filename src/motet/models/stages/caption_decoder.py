@@ -30,7 +30,6 @@ class CaptionDecoderStage(CausalStage):
         name: the module whose layouts are read.
         model: one for which `is_caption_decoder` holds.
         layers: half-open.
-        recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
     """
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:

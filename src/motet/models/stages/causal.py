@@ -130,7 +130,7 @@ class CausalStage(nn.Module):
     features_on_host = True
     """Token ids and labels come on the host, where rows with a label are found without waiting for the device."""
 
-    def __init__(self, name: str, model: Any, layers: LayerRange, *, recompute: bool = False) -> None:
+    def __init__(self, name: str, model: Any, layers: LayerRange) -> None:
         super().__init__()
         self.name, self.layers, self.module, self.paths = name, layers, model, causal_paths(model)
         self.num_layers = num_causal_layers(model)
@@ -152,25 +152,20 @@ class CausalStage(nn.Module):
         self._takes = set(inspect.signature(model.forward).parameters)
         if "kwargs" in self._takes:
             self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
-        if recompute:
-            self.recompute_blocks()
 
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
         return next(self.parameters()).device
 
-    def recompute_blocks(self) -> None:
-        """From now on blocks are run again in the backward pass instead of keeping what is inside them."""
-        self.module.activation_checkpointing_enable()
-        self.train(self.training)
+    @property
+    def running_blocks(self) -> dict[int, nn.Module]:
+        """The stage's blocks, by their numbers in the whole model."""
+        return {index: self.module.get_submodule(f"{self.paths.blocks}.{index}") for index in self.own_blocks}
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         keep_frozen_in_eval_mode(self.module)
-        # transformers recomputes in training mode only; dropout is decided by the modules inside.
-        for block in self.module.get_submodule(self.paths.blocks).children():
-            block.training = block.training or getattr(block, "gradient_checkpointing", False)
         return self
 
     def canonical_name(self, local_name: str) -> str:

@@ -57,7 +57,7 @@ class CompositeEncoderStage(nn.Module):
         width: of the language model.
     """
 
-    def __init__(self, name: str, model: Any, composite: Composite, *, recompute: bool = False) -> None:
+    def __init__(self, name: str, model: Any, composite: Composite) -> None:
         super().__init__()
         self.name, self.module = name, model
         self.part = composite.modules[name]
@@ -68,18 +68,17 @@ class CompositeEncoderStage(nn.Module):
         width = int(model.config.get_text_config().hidden_size)
         self.hidden_size, self.output_size = width, (1 + num_deep) * width
         put_stand_ins_for_others(model, composite, name)
-        if recompute:
-            model.activation_checkpointing_enable()
-            self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         modules = dict(self.module.named_modules())
         keep_frozen_in_eval_mode(*(modules[path] for path in self.part.paths if path in modules))
-        # transformers recomputes in training mode only; dropout is decided by the modules inside.
-        for block in self.module.get_submodule(self.part.blocks).children():
-            block.training = block.training or getattr(block, "gradient_checkpointing", False)
         return self
+
+    @property
+    def running_blocks(self) -> dict[int, nn.Module]:
+        """All of its blocks, by number."""
+        return dict(enumerate(self.module.get_submodule(self.part.blocks).children()))
 
     def canonical_name(self, local_name: str) -> str:
         path = local_name.removeprefix("module.")
@@ -149,10 +148,8 @@ class CompositeLanguageModelStage(CausalStage):
     features_on_host = False
     """The model's own functions read them."""
 
-    def __init__(
-        self, name: str, model: Any, composite: Composite, layers: LayerRange, *, recompute: bool = False
-    ) -> None:
-        super().__init__(name, model, layers, recompute=recompute)
+    def __init__(self, name: str, model: Any, composite: Composite, layers: LayerRange) -> None:
+        super().__init__(name, model, layers)
         self.needs_features = True
         self.is_tied = composite.is_tied
         self.composite = composite

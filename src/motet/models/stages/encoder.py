@@ -16,13 +16,12 @@ how the batch was cut. In call order:
 function: a stage that holds a later one calls `preprocess_callback` too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from motet.assignment.sample import Sample, Segment
 from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
@@ -82,14 +81,12 @@ class EncoderStage(nn.Module):
             features are not those of the last block after the head, a `feature_layer` (`num_running_blocks`). Blocks
             behind it stay where they are in the count of layers, but do not run, and neither does the head.
         layers: half-open.
-        recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
     """
 
-    def __init__(self, name: str, modality_module: Any, layers: LayerRange, *, recompute: bool = False) -> None:
+    def __init__(self, name: str, modality_module: Any, layers: LayerRange) -> None:
         super().__init__()
         self.name = name
         self.layers = layers
-        self.recompute = recompute
         self.family: EncoderFamily = family_of(modality_module.module)
         self.config = encoder_config(modality_module.module)
         num_layers = num_encoder_layers(modality_module.module, modality_module.projector)
@@ -273,20 +270,28 @@ class EncoderStage(nn.Module):
         """The blocks of this stage that run."""
         return range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))
 
+    @property
+    def running_blocks(self) -> dict[int, nn.Module]:
+        """The stage's blocks that run, by their numbers in the whole encoder."""
+        return {index: self.module.get_submodule(f"{self.family.blocks}.{index}") for index in self._blocks}
+
+    def carry_state(self) -> Callable[[], None]:
+        """Returns what gives the blocks' attention the microbatch that it has now."""
+        if self._context is None:
+            return lambda: None
+        context = self._holder.context
+
+        def put_back() -> None:
+            self._holder.context = context
+
+        return put_back
+
     def _run_shared_blocks(self, hidden: Tensor, context: ContextSequence) -> Tensor:
         """[num_rows, hidden_size] -> the same, all of this rank's tokens in one row."""
-
-        def run(block: nn.Module, row: Tensor) -> Tensor:
-            self._holder.context = context  # Also when a block is run again in the backward pass.
-            return _tensor(block(row, attention_mask=None))
-
+        self._holder.context = context
         row, num_calls = hidden[None], context.num_calls
-        for index in self._blocks:
-            block = self.module.get_submodule(f"{self.family.blocks}.{index}")
-            if self.recompute and torch.is_grad_enabled():
-                row = checkpoint(run, block, row, use_reentrant=False)
-            else:
-                row = run(block, row)
+        for block in self.running_blocks.values():
+            row = _tensor(block(row, attention_mask=None))
         assert context.num_calls - num_calls == len(self._blocks)
         return row[0]
 
@@ -311,10 +316,7 @@ class EncoderStage(nn.Module):
                 arguments = self.family.block_arguments(self.module, group, grids)
             for index in blocks:
                 block = self.module.get_submodule(f"{self.family.blocks}.{index}")
-                if self.recompute and torch.is_grad_enabled():
-                    group = checkpoint(block, group, use_reentrant=False, **arguments(index))
-                else:
-                    group = block(group, **arguments(index))
+                group = block(group, **arguments(index))
             if self.holds(self._head_layer) and self._runs_head:
                 group = self._pooled(self.family.finish(self.module, group, grids), grids)
             outputs.append(group.reshape(-1, group.shape[-1]))

@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from motet.assignment.sample import Sample, Segment
 from motet.devices import to_device
@@ -149,10 +148,9 @@ class GeneratorStage(nn.Module):
         workload: ModuleWorkload,
         loss: DiffusionLoss,
         incoming_size: int,
-        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.name, self.reads, self.layers, self.loss, self.recompute = name, reads, layers, loss, recompute
+        self.name, self.reads, self.layers, self.loss = name, reads, layers, loss
         self._family, self._config = DIFFUSION_FAMILIES[workload.family], workload.config
         self._num_time_vectors = workload.num_time_vectors
         self._head_layer = workload.num_layers - 1
@@ -162,6 +160,12 @@ class GeneratorStage(nn.Module):
         self.needs_features = self.holds(1) or self.is_last
         self.module, self.projector = model, connector if self.holds(0) else None
         self._drop_others()
+
+    @property
+    def running_blocks(self) -> dict[int, nn.Module]:
+        """The stage's blocks, by their numbers in the whole model."""
+        blocks = enumerate(self.module.get_submodule(self._family.blocks))
+        return {index: block for index, block in blocks if self.holds(2 + index)}
 
     def holds(self, layer: int) -> bool:
         return self.layers[0] <= layer < self.layers[1]
@@ -324,13 +328,8 @@ class GeneratorStage(nn.Module):
         return self._family.embed(self.module, noised, noising.timesteps, conditions, pooled)
 
     def _run_blocks(self, streams: Streams, grid: tuple[int, ...]) -> Streams:
-        for index, block in enumerate(self.module.get_submodule(self._family.blocks)):
-            if not self.holds(2 + index):
-                continue
-            if self.recompute and torch.is_grad_enabled():
-                streams = Streams(*checkpoint(self._family.block, block, streams, grid, use_reentrant=False))
-            else:
-                streams = self._family.block(block, streams, grid)
+        for block in self.running_blocks.values():
+            streams = self._family.block(block, streams, grid)
         return streams
 
     def _loss_sum(self, patches: Tensor, items: Sequence[Item], noising: "Noising") -> Tensor:

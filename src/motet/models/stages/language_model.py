@@ -71,7 +71,6 @@ class LanguageModelStage(CausalStage):
         model: an HF `...ForCausalLM`.
         layers: half-open.
         packing: samples of a microbatch stand in one row, one after the other, instead of one row each.
-        recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
         media_attention: what tokens of images and clips see, or a registered mask's name; other than causal, samples
             are packed.
         preprocess_callback: merges encoder outputs in the stage's stead, sample by sample.
@@ -86,7 +85,6 @@ class LanguageModelStage(CausalStage):
         layers: LayerRange,
         *,
         packing: bool = False,
-        recompute: bool = False,
         media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
         router_aux_loss: float = 0.0,
@@ -94,7 +92,7 @@ class LanguageModelStage(CausalStage):
     ) -> None:
         counts = ExpertCounts(model) if counts_experts else None
         router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
-        super().__init__(name, model, layers, recompute=recompute)
+        super().__init__(name, model, layers)
         self._router_loss = router_loss if find_routers(model) else None
         self.expert_counts = counts
         """The tokens of each expert; None: they are not counted."""

@@ -248,7 +248,7 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
     known: dict[tuple[LayerShape, LayerGradients, float, float], tuple[Kernels, Kernels]] = {}
     layers = []
     for i, (layer, time) in enumerate(
-        zip(problem.modules[name].workload.layers, problem.estimator.layer_times(name, tp, dp), strict=True)
+        zip(problem.estimator.workloads[name].layers, problem.estimator.layer_times(name, tp, dp), strict=True)
     ):
         gradients = problem.gradients[name][i]
         key = (layer, gradients, time.forward_s, time.backward_s)
@@ -263,7 +263,6 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
             backward = shapes.backward(
                 gradients.input_gradient,
                 gradients.weight_gradient,
-                recompute=name in problem.recompute and layer.part == "block",
             )
 
             def in_order(kernels: Sequence[KernelShape], total_s: float) -> Kernels:

@@ -35,6 +35,8 @@ READ_S = 0.25
 """Longest interval between two reads."""
 REQUEST_S = 1.0
 """Time for a server to answer before another one is asked."""
+WATCH_S = 10.0
+"""Time without a change after which another watch begins."""
 SHORTEST_LEASE_S = 5
 """Longer than etcd takes to elect another leader, with the time for requests that fail."""
 _SCHEME = "etcd://"
@@ -130,10 +132,13 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
         self._alive, self._lease = node, None
 
     def close(self) -> None:
+        """The watch, which nothing interrupts, ends within `WATCH_S`."""
         self._is_closed.set()
         self._changed.set()
         if self._reader is not None:
             self._reader.join()
+        for server in self._servers:
+            server.session.close()
 
     def _newest_attempt(self) -> int:
         found, _ = self._read(f"{self._run}attempt/", 0)
@@ -185,7 +190,7 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
                     "create_request": {"key": _encoded(self._prefix), "range_end": _encoded(_after(self._prefix))}
                 }
                 url = server.get_url("/watch")
-                with server.session.post(url, json=request, stream=True, timeout=(REQUEST_S, 10.0)) as answer:
+                with server.session.post(url, json=request, stream=True, timeout=(REQUEST_S, WATCH_S)) as answer:
                     for _ in answer.iter_lines():
                         if self._is_closed.is_set():
                             return

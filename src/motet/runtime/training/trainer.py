@@ -146,10 +146,6 @@ class Trainer:
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
         """Continues from a checkpoint. Under the same plan, losses are bitwise those of an undisturbed run."""
-        if state.step >= self.settings.steps:
-            raise UserError(
-                f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
-            )
         check_same_computation(checkpoint, state.model, self.computation)
         if state.data:  # A loop of the user's own has none (`ParallelModule.save_checkpoint`).
             self.loader.load_state(state.data)
@@ -200,8 +196,11 @@ class Trainer:
         executor, timeout_s = self.engine.executor, self.settings.step_timeout_s
         progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
         try:
-            self._sinks = self._open_sinks()
-            if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
+            is_settled = self.summary.settled_steps == self.finished_steps
+            self._sinks = self._open_sinks(self.finished_steps - (not is_settled))
+            if not is_settled:  # A failure came between a step and what follows it.
+                assert self.summary.last is not None
+                self._write(self._metrics(self.summary.last))
                 self._evaluate_and_save(progress)
             elif self.summary.save_again:
                 self._save()
@@ -220,11 +219,7 @@ class Trainer:
                 ended = time.perf_counter()
                 self.summary.step_s.append(ended - started)
                 self.summary.iteration_s.append(ended - loaded)
-                values = {
-                    "loss": result.loss,
-                    **_losses_by_module(result),
-                    "gradient_norm": result.gradient_norm,
-                    "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+                values = self._metrics(result) | {
                     "step_s": ended - started,
                     "data_s": loaded - started,
                     "samples_per_s": len(batch.samples) / (ended - started),
@@ -260,7 +255,7 @@ class Trainer:
         """One update, unless numbers are not finite."""
         engine = self.engine
         engine.model.zero_gradients()
-        if has_own_memory(engine.device):
+        if self._runs_ahead:
             result = self._run_ahead(batch)
         else:
             result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
@@ -272,6 +267,11 @@ class Trainer:
             with engine.executor.doing("the exchange of new parameters"):
                 self.optimizer.exchange()
         return result
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether the device updates parameters before the host knows of the iteration's end."""
+        return has_own_memory(self.engine.device) and self.engine.was_aborted is None
 
     def _run_ahead(self, batch: Batch) -> IterationResult:
         """An iteration and its update, which the device has to do before the host waits for the loss."""
@@ -297,7 +297,7 @@ class Trainer:
         Under torch's ZeRO-1 it is collective."""
         if not _is_finite(result):
             self.summary.skipped_steps.append(self.finished_steps + 1)
-        elif not has_own_memory(self.engine.device):
+        elif not self._runs_ahead:
             self._optimize(result.gradient_norm)
         self.summary.losses.append(result.loss)
         self.summary.last, self.summary.data = result, data
@@ -392,12 +392,22 @@ class Trainer:
             num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model, self.optimizer)
         on_first_rank(None, lambda: _make_folder(self.output, num_bytes))
 
-    def _open_sinks(self) -> list[Sink]:
+    def _metrics(self, result: IterationResult) -> dict[str, float]:
+        """Of the last finished step, without times."""
+        return {
+            "loss": result.loss,
+            **_losses_by_module(result),
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+        }
+
+    def _open_sinks(self, keep_until_step: int) -> list[Sink]:
+        """`keep_until_step`: metrics of later steps are written anew."""
         if not self.is_first:
             return []
         for name in (NON_FINITE, SKIPPED_SAMPLES):
             keep_lines(self.output / name, until_step=self.finished_steps)
-        return open_sinks(self.settings.metrics, self.output, keep_until_step=self.finished_steps)
+        return open_sinks(self.settings.metrics, self.output, keep_until_step=keep_until_step)
 
     def _write(self, values: Mapping[str, float]) -> None:
         for sink in self._sinks:

@@ -45,6 +45,7 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         trainer = make_trainer(config, build_engine(config, plan, device), producers)
         found = checkpoint_to_resume(config.train.resume, trainer.output)
         if found is not None:
+            check_has_steps_left(config.train.steps, *found)
             trainer.resume(*found)
         elif config.train.start_from is not None:
             trainer.start_from(Path(config.train.start_from))
@@ -117,6 +118,12 @@ def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, Traini
     return folder, read_training_state(folder)
 
 
+def check_has_steps_left(steps: int, checkpoint: Path, state: TrainingState) -> None:
+    """Raises `UserError` if a run that the user resumes has been finished."""
+    if state.step >= steps:
+        raise UserError(f"train.steps: is {steps}, but {checkpoint} has finished {state.step} steps; give more")
+
+
 def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
     """A line for users. Data that changed since the checkpoint are mentioned, and not refused."""
     if resumed is None:
@@ -134,6 +141,11 @@ def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer)
     return text
 
 
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers. Times are none where no step was left after a restart."""
+    return value if math.isfinite(value) else None
+
+
 def training_result(
     config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
 ) -> dict[str, Any]:
@@ -142,14 +154,14 @@ def training_result(
     iteration_s = settled_median(summary.iteration_s)
     return {
         "steps": summary.steps,
-        "losses": [loss if math.isfinite(loss) else None for loss in summary.losses],
-        "evaluations": {step: loss if math.isfinite(loss) else None for step, loss in summary.evaluations.items()},
+        "losses": [_finite(loss) for loss in summary.losses],
+        "evaluations": {step: _finite(loss) for step, loss in summary.evaluations.items()},
         "skipped_steps": summary.skipped_steps,
-        "steps_per_s": 1 / settled_median(summary.step_s),
+        "steps_per_s": _finite(1 / settled_median(summary.step_s)),
         "world_size": dist.get_world_size(),
         "measured": {
-            "iteration_time_s": iteration_s,
-            "throughput_samples_per_s": config.train.global_batch_size / iteration_s,
+            "iteration_time_s": _finite(iteration_s),
+            "throughput_samples_per_s": _finite(config.train.global_batch_size / iteration_s),
             "bubble_fraction": summary.timeline.bubble_fraction,
             "peak_memory_bytes": peaks,
             "num_devices": dist.get_world_size(),

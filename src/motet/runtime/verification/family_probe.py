@@ -42,6 +42,7 @@ from motet.models.materialize import float64_throughout
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.stage import Batch
 from motet.plan import LANGUAGE_MODEL, ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
+from motet.recomputation import BLOCKS
 from motet.runtime.assembly import make_stage
 from motet.runtime.engine import Engine
 from motet.runtime.launch import WorkerFailedError, launch, started_by_torchrun
@@ -222,7 +223,7 @@ def _run_feature(trial: Trial, build_nodes: BuildNodes, batch: Batch, edges: tup
                 tp,
                 torch.device("cpu"),
                 packing=trial.packing,
-                recompute=trial.recompute,
+                recompute=BLOCKS if trial.recompute else None,
             ),
             device=torch.device("cpu"),
             boundary_dtype=torch.float64,

@@ -4,6 +4,7 @@ from motet.config import RunConfig
 from motet.families.discovery.composite import read_composite_config
 from motet.models.materialize import read_part_config
 from motet.plan import DEFAULT_ASSIGNMENT, LANGUAGE_MODEL, Plan
+from motet.recomputation import of_module
 from motet.runtime.verification.composite_probe import composite_capabilities
 from motet.runtime.verification.family_probe import capabilities_of
 from motet.schedule.generators import SPLIT_BACKWARDS
@@ -39,7 +40,10 @@ def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
         "pipeline": (len(stages) > len(module.replicas), "use one stage"),
         "packing": (is_packed, "set parallel.packing to false"),
         "padding": (not is_packed and not has_one_sample, "use as many microbatches as samples"),
-        "recompute": (LANGUAGE_MODEL in plan.recompute, "leave it out of parallel.recompute"),
+        "recompute": (
+            of_module(plan.recompute, LANGUAGE_MODEL) not in (None, "offload"),
+            "leave it out of parallel.recompute",
+        ),
         "split_backward": (plan.schedule in SPLIT_BACKWARDS, "use parallel.schedule 1f1b"),
         "context_parallel": (bool(methods & {"all_gather", "ring", "hybrid"}), "use cp 1"),
         "ulysses": (bool(methods & {"ulysses", "hybrid"}), "use cp 1 or parallel.context.method all_gather"),
