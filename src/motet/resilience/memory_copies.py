@@ -2,8 +2,8 @@
 
 Every `train.failures.copy_every` steps each rank keeps its parameters and optimizer states as they are, and sends them
 to the rank of the same place on the next node, in a ring. When a node is lost that held a layer alone, all ranks go
-back to that step: from their own memory, and the lost node's part from its neighbour's. If the last checkpoint is newer,
-or both neighbours are lost, the checkpoint is read.
+back to that step: from their own memory, and the lost node's part from its neighbour's. If the last checkpoint is
+newer, or both neighbours are lost, the checkpoint is read.
 
 The two newest steps are kept, as a loss may interrupt an exchange that some ranks have finished and others have not.
 
