@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [step for step in planned if not args.only or step.name in args.only]
     results: list[dict[str, Any]] = []
     ends_at = float("inf") if rehearsal else time.monotonic() + LIST_S * (2 if num_gpus > 1 else 1)
-    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 4)) as pool:
+    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 2)) as pool:
 
         def do(number: int, step: Step) -> None:
             print(f"{step.name} ...", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ so far after each variant; a variant that fails has its error in the place of fi
 """
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.gpu.models import write_weights
 from benchmarks.gpu.one_step import one_step
@@ -52,6 +55,10 @@ def main() -> None:
             if args.only and name not in args.only:
                 continue
             join_alone()
+            gc.collect()  # What was measured before holds its memory in cycles.
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             try:
                 found[name] = measured(
                     output=Path(folder) / str(number), device=args.device, tiny=args.tiny, weights=weights

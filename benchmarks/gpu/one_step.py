@@ -38,7 +38,9 @@ def work(config: RunConfig, plan: Plan) -> dict[str, Any]:
             torch.cuda.set_sync_debug_mode("warn")
             engine.run(batches[2])
             torch.cuda.set_sync_debug_mode("default")
-        sites.update(f"{Path(w.filename).name}:{w.lineno}" for w in caught if re.search("synchroniz", str(w.message)))
+        sites.update(
+            f"{Path(w.filename).name}:{w.lineno}" for w in caught if re.search("called a synchronizing", str(w.message))
+        )
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:
         engine.run(batches[3])

@@ -63,22 +63,22 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     on_device = (("MOTET_TEST_DEVICE", device), ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"))
     ranks = "tests/gpu/test_ranks_on_one_gpu.py"
     tiny = ("--tiny",) if rehearsal else ()
-    kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "6")
+    kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "4")
     shapes = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
     shapes = shapes if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
     reports = (("MOTET_REPORTS", str(output.parent)),)
     resume = f"train.resume={json.dumps('latest')}"
     return [
         Step("versions", ("-m", "benchmarks.gpu.versions", "--device", device), 60, alone=True),
+        Step("kernels", _tests(f"tests/attention/kernels/{kernels[0]}", *kernels[1:]), 120),
         Step("train float32", _motet("train", device, output / "float32"), 90),
         Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 90),
         Step("verify", _motet("verify", device, output, "train.dtype=float64"), 90),
         Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
-        Step("kernels", _tests(f"tests/attention/kernels/{kernels[0]}", *kernels[1:]), 120),
         Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
+        Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 240, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
-        Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60, alone=True),
     ]
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+from motet.errors import UserError
 from motet.recomputation import check_entries, split_entry
 
 LayerRange = tuple[int, int]
@@ -19,6 +20,8 @@ LayerRange = tuple[int, int]
 VERSION = 1
 """Version of the plan file format."""
 
+POST_BALANCED = "post_balanced"
+"""The assignment under which each replica of a module may exchange with each replica of another one."""
 DEFAULT_ASSIGNMENT = "contiguous"
 """The batch in the order in which it comes."""
 
@@ -70,12 +73,25 @@ class ContextOptions:
     """Tokens that stay together."""
     policy: str = "lpt"
     """Distribution policy: a key of `motet.attention.masks.distribution.POLICIES`."""
-    method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
-    """Keys and values come to the queries at once or from rank to rank (ring), or tokens are traded for heads."""
+    method: Literal["all_gather", "ulysses", "ring", "hybrid"] = "all_gather"
+    """Keys and values come to the queries at once or from rank to rank (ring), or tokens are traded for heads; hybrid:
+    successive ranks trade, and keys and values go around among those with the same heads."""
+    ulysses_size: int = 2
+    """Under `hybrid`: number of successive ranks that trade tokens for heads; it divides the group's size."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
     """Attention backend; auto: the best one for the device."""
     media_attention: str = "causal"
     """Mask of media tokens that the balance assumes: a kind of attention, or a registered mask's name."""
+
+    def num_traders(self, cp_size: int) -> int:
+        """Number of successive ranks that trade tokens for heads. Raises `UserError` where it does not divide."""
+        if self.method != "hybrid" or cp_size == 1:
+            return cp_size if self.method == "ulysses" else 1
+        if cp_size % self.ulysses_size:
+            raise UserError(
+                f"context.ulysses_size: {self.ulysses_size} does not divide cp_size {cp_size}; give a divisor"
+            )
+        return self.ulysses_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +114,9 @@ class ModulePlan:
     sharded_replicas: int = 1
     """With `fully_sharded`: number of successive replicas whose ranks share the parameters. All replicas: nothing is
     held twice; fewer: shares are summed over the groups (hybrid); 1: ranks of one context-parallel group share."""
+    whole_parameters: bool = False
+    """With replicas that share: parameters are gathered once in a step and whole until its end, and only gradients are
+    summed block by block (ZeRO-2)."""
     ep: int = 1
     """Ranks over which the experts of each layer are distributed, each expert whole on one of them: those of a
     tensor-parallel group, or of the groups of ep / tp_size replicas, which exchange tokens. 1: experts are cut as other
@@ -331,6 +350,10 @@ def _check_sharing(where: str, module: ModulePlan) -> None:
     _require(
         number >= 1 and total % number == 0,
         f"{where}.sharded_replicas: is {number}; give a divisor of its {total} replicas",
+    )
+    _require(
+        number > 1 or not module.whole_parameters,
+        f"{where}.whole_parameters: is read where replicas share parameters only; give sharded_replicas, or false",
     )
     if number == 1:
         return

@@ -39,6 +39,7 @@ COMMANDS = {
     "planned_results": "planned.json --only tiny --planners even",
     "planners": "partition --repetitions 1 --no-simulation",
     "planted_bugs": "--list",
+    "post_balancing": "--data-sets ChartQA --batches 1 --samples 16",
     "prediction": f"{PROFILED} --cases 4",
     "profiling_size": "--runs 2",
     "published_throughput": "",

@@ -74,6 +74,42 @@ def test_equals_one_rank(kind: str, method: Any) -> None:
     check(kind, 3, 16, method)
 
 
+@pytest.mark.parametrize("kind", ["causal", *in_campaigns(["own_item", "gemma_window", "padding"])])
+def test_pairs_that_trade_heads_in_a_ring_equal_one_rank(kind: str) -> None:
+    check(kind, 4, 16, "hybrid")
+
+
+def attend_with_sinks(rank: int, method: Any) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    """This rank's tokens, its output, and its share of the gradient of the sinks."""
+    mask = MASKS["causal"]
+    cp = ContextParallel(dist.group.WORLD, rank, 2, ContextOptions(block_size=16, method=method))
+    distribution = distribute(tile_counts(mask, 16).pairs, 2, num_tokens=150, block_size=16)
+    shared = SharedAttention(mask, distribution, cp, backend_for(torch.device("cpu")), torch.device("cpu"))
+    tokens = distribution.tokens_of(rank)
+    query, key, value, d_out = (tensor[:, :, tokens] for tensor in tensors(150))
+    sinks = torch.linspace(-2, 3, HEADS, dtype=torch.float64).requires_grad_()
+    out = shared(query, key, value, DIM**-0.5, sinks)
+    out.backward(d_out)
+    assert sinks.grad is not None
+    return tokens, out.detach(), sinks.grad
+
+
+@pytest.mark.parametrize("method", ["ring", *in_campaigns(["all_gather", "ulysses", "hybrid"])])
+def test_sinks_are_a_column_of_the_softmax(method: Any) -> None:
+    query, key, value, d_out = tensors(150)
+    sinks = torch.linspace(-2, 3, HEADS, dtype=torch.float64).requires_grad_()
+    wide_key, wide_value = (tensor.repeat_interleave(HEADS // KEY_HEADS, 1) for tensor in (key, value))
+    scores = query @ wide_key.mT * DIM**-0.5
+    scores = scores.masked_fill(~torch.from_numpy(MASKS["causal"].dense()), float("-inf"))
+    weights = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, 150, 1)], -1).softmax(-1)
+    expected = weights[..., :-1] @ wide_value
+    expected.backward(d_out)
+    ranks = run_distributed(attend_with_sinks, 2, method)
+    for tokens, out, _ in ranks:
+        torch.testing.assert_close(out, expected.detach()[:, :, tokens], atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(sum(d_sinks for _, _, d_sinks in ranks), sinks.grad, atol=1e-11, rtol=1e-10)
+
+
 @pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_a_rank_without_tokens(method: Any) -> None:
     ranks = check("causal", 3, 80, method)
@@ -93,7 +129,7 @@ def test_only_blocks_that_are_seen_travel() -> None:
 
 
 def test_ulysses_needs_whole_heads() -> None:
-    with pytest.raises(UserError, match="ulysses cannot divide 6 key heads by cp_size 4"):
+    with pytest.raises(UserError, match="ulysses cannot divide 6 key heads by 4 ranks"):
         check_ulysses(12, 6, 4)
     check_ulysses(12, 6, 3)
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from one_process import check, check_drawn
 from sampling import in_campaigns
@@ -52,7 +53,19 @@ CASES = {
     "two stages, tied, recomputed": replace(SHARED, llm="llama-tied", llm_pp=2, recompute=True),
     "split backward": replace(SHARED, llm_pp=2, schedule="zero_bubble_h1"),
 }
-USUAL = ("two replicas, two stages",)
+WHOLE = replace(SHARED, whole_parameters=True)
+CASES |= {
+    "whole parameters": replace(WHOLE, llm_pp=2, llm="llama-tied"),
+    "whole parameters, a replica without images": replace(HALF, whole_parameters=True),
+    "whole parameters, split backward": replace(WHOLE, llm_pp=2, schedule="zero_bubble_h1", items="none"),
+    "whole parameters, recomputed, sequence parallel": replace(
+        WHOLE, llm="qwen3", tp=2, sequence_parallel=True, recompute=True, frozen="audio"
+    ),
+    "whole parameters, hybrid": replace(WHOLE, dp=4, num_microbatches=1),
+    "whole parameters, context parallel": replace(WHOLE, cp=2, encoder_cp=2),
+}
+"""ZeRO-2."""
+USUAL = ("two replicas, two stages", "whole parameters")
 
 
 @pytest.mark.parametrize("name", [*USUAL, *in_campaigns(n for n in CASES if n not in USUAL)])
@@ -82,6 +95,7 @@ def draw(rng: Random) -> Scenario:
         items=rng.choice(["mixed", "half", "one"] + ["none"] * ("language_model" not in FROZEN[frozen])),
         dp=dp,
         sharded_replicas=sharded_replicas,
+        whole_parameters=rng.random() < 0.3,
         tp=tp,
         cp=cp,
         encoder_cp=cp,
@@ -192,6 +206,30 @@ def units_at_once(scenario: Scenario) -> tuple[int, int]:
     engine.run(ScenarioBatch(scenario, config))
     assert not whole
     return len(seen), most
+
+
+def collectives(scenario: Scenario) -> tuple[int, int]:
+    """Numbers of gathers and of sums in one iteration."""
+    config = scenario.config()
+    engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+    with (
+        patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathers,
+        patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as sums,
+    ):
+        engine.run(ScenarioBatch(scenario, config))
+    return gathers.call_count, sums.call_count
+
+
+def test_whole_parameters_are_gathered_once_and_gradients_summed_as_before() -> None:
+    scenario = replace(SHARED, items="none", dtype="float32", num_microbatches=3, num_samples=12)
+    whole = replace(scenario, whole_parameters=True)
+    for (gathers, sums), (fewer, same) in zip(
+        run_distributed(lambda rank: collectives(scenario), 2),
+        run_distributed(lambda rank: collectives(whole), 2),
+        strict=True,
+    ):
+        assert gathers > fewer
+        assert sums == same > 0
 
 
 def test_replicas_that_run_alike_gather_a_block_at_a_time() -> None:

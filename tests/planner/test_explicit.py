@@ -142,7 +142,7 @@ def test_context_parallel_ranks_follow_each_other():
         (
             {"language_model": Degrees(cp=4, context=ContextOptions(block_size=8, method="ulysses"))},
             "parallel",
-            "language_model.context.method: ulysses cannot divide 2 key heads by cp_size 4; use all_gather",
+            "language_model.context.method: ulysses cannot divide 2 key heads by 4 ranks; use all_gather",
         ),
     ],
 )

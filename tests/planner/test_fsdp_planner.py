@@ -7,6 +7,8 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.planner.evaluate import evaluate
+from motet.planner.layout import explicit_plan
+from motet.planner.problem import Degrees
 from motet.planner.registry import choose, make_plan
 from motet.planner.sharing import sharing_plans
 from motet.report.plan_report import report_evaluation, report_text
@@ -37,10 +39,11 @@ def test_sharing_saves_memory_and_costs_time():
     parameters = {n: sum(layer.num_parameters for layer in m.workload.layers) for n, m in problem.modules.items()}
     layers = problem.modules["language_model"].workload.layers
     gathered = max(layer.num_parameters for layer in layers if layer.part == "block")
+    arriving = gathered  # The block that is needed next.
     gathered += sum(layer.num_parameters for layer in layers if layer.part != "block")
     gathered += parameters["vision"] + parameters["audio"]
     # Three quarters of 16 bytes a parameter, but for what is gathered: weights and gradients of 4 bytes each.
-    saved = sum(parameters.values()) * 16 * 3 // 4 - gathered * 8
+    saved = sum(parameters.values()) * 16 * 3 // 4 - gathered * 8 - arriving * 4
     assert whole.costs.static_bytes(0) - sharded.costs.static_bytes(0) == pytest.approx(saved, rel=1e-3)
     assert sharded.iteration_time_s > whole.iteration_time_s
     values = report_evaluation(sharded)
@@ -54,11 +57,42 @@ def test_replicas_share_within_nodes_too():
     two_nodes = replace(problem, cluster=replace(problem.cluster, devices_per_node=2))
     plan = make_plan(two_nodes, "fsdp")
     plain = {n: replace(m, fully_sharded=False, sharded_replicas=1) for n, m in plan.modules.items()}
-    whole, hybrid = sharing_plans(two_nodes, replace(plan, modules=plain))
+    whole, zero2, hybrid, hybrid_zero2 = sharing_plans(two_nodes, replace(plan, modules=plain))
+    assert all(m.whole_parameters for each in (zero2, hybrid_zero2) for m in each.modules.values())
+    assert not any(m.whole_parameters for each in (whole, hybrid) for m in each.modules.values())
     assert {m.sharded_replicas for m in whole.modules.values()} == {4}
     assert {m.sharded_replicas for m in hybrid.modules.values()} == {2}
     needs = [evaluate(two_nodes, each).costs.static_bytes(0) for each in (whole, hybrid)]
     assert needs[0] < needs[1]
+
+
+def test_whole_parameters_take_more_memory_and_less_time_in_pipelines():
+    """Every microbatch gathers them otherwise."""
+    problem = small_problem(num_devices=4, encoders=(), frozen=(), num_microbatches=8)
+    degrees = {"language_model": Degrees(dp=2, pp=2, fully_sharded=True, sharded_replicas=2)}
+    shared = evaluate(problem, explicit_plan(problem, degrees))
+    module = replace(shared.plan.modules["language_model"], whole_parameters=True)
+    whole = evaluate(problem, replace(shared.plan, modules={"language_model": module}))
+    assert whole.iteration_time_s < shared.iteration_time_s
+    workload = problem.modules["language_model"].workload
+    weights = [
+        workload.layers[i].num_parameters * 4
+        for i in range(*module.replicas[0].stages[0].layers)
+        if workload.layers[i].part == "block"
+    ]
+    # Of FSDP's blocks, one is gathered and one arrives.
+    more = sum(weights) - max(weights) - (max(weights) if len(weights) > 1 else 0)
+    assert whole.costs.static_bytes(0) - shared.costs.static_bytes(0) == pytest.approx(more, rel=1e-6)
+
+
+def test_auto_gathers_parameters_once_in_a_step_where_that_fits():
+    problem = small_problem(num_devices=2, encoders=(), frozen=(), dp_sizes=(2,), num_microbatches=2)
+    shared = make_plan(problem, "fsdp")
+    modules = {name: replace(module, whole_parameters=True) for name, module in shared.modules.items()}
+    peak = max(evaluate(problem, replace(shared, modules=modules)).result.peak_memory_bytes)
+    choice = choose(with_memory(problem, 1.01 * peak / (1 - RESERVE)))
+    assert choice.evaluation.fits
+    assert choice.evaluation.plan.modules["language_model"].whole_parameters
 
 
 def test_auto_shares_parameters_where_nothing_else_fits():

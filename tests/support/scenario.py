@@ -71,6 +71,7 @@ class Scenario:
     ep: int = 1
     """Of the language model."""
     router_aux_loss: float = 0.0
+    router_bias_update_rate: float = 0.0
     dp: int = 1
     units: tuple[int, int, int] | None = None
     """Numbers of replicas of vision, audio and language model on ranks of their own, in the place of `dp`."""
@@ -93,8 +94,11 @@ class Scenario:
     packing: bool = False
     fully_sharded: bool = False
     sharded_replicas: int = 1
+    whole_parameters: bool = False
     recompute: bool | str = False
     """Whether all blocks are recomputed, or a kind of recomputation."""
+    recompute_features: bool = False
+    """Of both encoders."""
     dtype: str = "float64"
 
     @property
@@ -128,6 +132,7 @@ class Scenario:
                         "values": {key: value for key, value in {**SIZES, **llm_values}.items() if value is not None},
                         "train": self._trained("language_model"),
                         "router_aux_loss": self.router_aux_loss,
+                        "router_bias_update_rate": self.router_bias_update_rate,
                     },
                     "merge": self.merge,
                 },
@@ -181,6 +186,7 @@ class Scenario:
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 fully_sharded=self.fully_sharded,
                 sharded_replicas=self.sharded_replicas if self.num_replicas[name] > 1 else 1,
+                whole_parameters=self.whole_parameters and self.num_replicas[name] > 1,
                 ep=self.ep if is_llm else 1,
                 loss_weight=1.0 if is_llm else 0.0,
                 context=ContextOptions(
@@ -200,6 +206,7 @@ class Scenario:
             assignment=self.assignment,
             max_packed_tokens=self.max_packed_tokens,
             recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
+            recompute_features=("vision", "audio") if self.recompute_features else (),
         )
         return _replicated(plan) if self.placement == "replicated" else plan
 

@@ -135,14 +135,12 @@ def assignment_of_shares(
         replicas: list[tuple[Microbatch, ...]] = []
         for microbatches in own:
             able = [tuple([i for i in members if has[i]]) for members in microbatches]
-            replicas += _dealt(able, loads, num_replicas)
+            replicas += deal(able, loads, num_replicas)
         cut[name] = tuple(replicas)
     return BatchAssignment(cut)
 
 
-def _dealt(
-    microbatches: Sequence[Microbatch], loads: Sequence[float], num_replicas: int
-) -> list[tuple[Microbatch, ...]]:
+def deal(microbatches: Sequence[Microbatch], loads: Sequence[float], num_replicas: int) -> list[tuple[Microbatch, ...]]:
     """Each microbatch among the replicas: the heaviest sample first, each to the one that has had least so far."""
     if num_replicas == 1:
         return [tuple(microbatches)]

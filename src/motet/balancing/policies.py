@@ -28,10 +28,11 @@ from motet.assignment.batch_assignment import (
 from motet.assignment.sample import Sample
 from motet.balancing.disttrain import reordered_assignment
 from motet.balancing.entrain import Deferral, balance, defer, deferring_assignment, plan_deferrals
+from motet.balancing.post_balancing import post_balanced_assignment
 from motet.balancing.sample_work import SampleWork, sample_work
 from motet.costs.cost_model import CostTable
 from motet.errors import UserError
-from motet.plan import DEFAULT_ASSIGNMENT, Plan
+from motet.plan import DEFAULT_ASSIGNMENT, POST_BALANCED, Plan
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -109,12 +110,19 @@ def _balanced(
     return deferring_assignment(plan, samples, plan_deferrals(plan, totals, rule=rule), totals)
 
 
+def _post_balanced(plan: Plan, samples: Sequence[Sample], works: Works) -> BatchAssignment:
+    if plan.replica_microbatches:
+        return _balanced(plan, samples, works, rule=balance)
+    return post_balanced_assignment(plan, samples, {name: work.total_s for name, work in works().items()})
+
+
 ASSIGNMENTS: Mapping[str, Policy] = {
     "contiguous": _contiguous,
     "random": _random,
     "disttrain": _disttrain,
     "dip": _dip,
     "balanced": partial(_balanced, rule=balance),
+    POST_BALANCED: _post_balanced,
     "entrain": partial(_balanced, rule=defer),
     "entrain_k_eff": partial(_balanced, rule=partial(defer, fewer=True)),
 }

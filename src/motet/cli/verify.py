@@ -48,6 +48,12 @@ def _text(result: dict[str, Any]) -> str:
     if result["zero_by_mathematics"]:
         names = ", ".join(zero["parameter"] for zero in result["zero_by_mathematics"])
         lines.append(f"zero by mathematics, so that all of the gradient is rounding: {names}")
+    if result["num_flipped_tokens"]:
+        lines.append(
+            f"{result['num_flipped_tokens']} of {result['num_routed_tokens']} tokens of mixtures of experts would have "
+            "gone to other experts in one process, which took over the run's choices: at most "
+            f"{_number(result['worst_flip'], 2)} of their scores' spread from a tie"
+        )
     if result["unreached_parameters"]:
         lines.append(f"not reached by this batch: {', '.join(result['unreached_parameters'])}")
     lines += [f"failed: {failure}" for failure in result["failures"]]

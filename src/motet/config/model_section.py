@@ -115,6 +115,10 @@ class LanguageModelConfig(PartConfig):
     """Weight of the auxiliary loss that makes routers of mixtures of experts use all experts alike. It is computed for
     each sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss
     tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
+    router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Amount by which, after each step, the correction of a router's score of an expert (`e_score_correction_bias`)
+    rises if fewer tokens of the global batch chose the expert than the mean, and falls if more did (DeepSeek-V3:
+    0.001). 0: corrections stay as they are."""
 
 
 class SpectrogramConfig(Section):

@@ -14,9 +14,13 @@ class ContextConfig(Section):
     policy: Literal["lpt", "lpt_uncapped", "snake", "zigzag", "contiguous", "striped", "random", "ilp"] = "lpt"
     """Assignment of blocks to ranks: `lpt` balances the attention; the others serve for comparison (`ilp`: an integer
     program, solved anew for every microbatch)."""
-    method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    method: Literal["all_gather", "ulysses", "ring", "hybrid"] = "all_gather"
     """Gather keys and values on all ranks, exchange tokens for heads, whose number cp must divide, or pass keys and
-    values from rank to rank (ring attention; with policy `contiguous` or `zigzag` Cornstarch's baselines)."""
+    values from rank to rank (ring attention; with policy `contiguous` or `zigzag` Cornstarch's baselines); hybrid: both
+    of these, heads within groups of `ulysses_size` ranks, and a ring over such groups."""
+    ulysses_size: Degree = 2
+    """Under method `hybrid`: number of successive ranks that exchange tokens for heads, such as those of a node; a
+    divisor of `cp`."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
     """Implementation of attention: motet's Triton kernels, FlexAttention or torch's dense attention; auto: the kernels
     on a GPU, dense attention elsewhere."""
@@ -48,6 +52,9 @@ class ModuleParallelConfig(Section):
     """With `fully_sharded`: number of successive replicas that share the parameters. All `dp` of them: nothing is held
     twice; fewer, such as those of a node: what they share is summed over the others (hybrid). null: all, or 1 where
     `cp` is larger than 1."""
+    whole_parameters: bool = False
+    """With `fully_sharded` over replicas: parameters are gathered once in a step, and whole until it ends (ZeRO-2).
+    Gradients and optimizer state are shared; less is sent than where each microbatch gathers parameters."""
     ep: Degree = 1
     """Over how many ranks the experts of a mixture are distributed, each expert whole on one of them: `tp` (no tokens
     are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens travel to their experts' ranks and back,
@@ -69,6 +76,11 @@ class ModuleParallelConfig(Section):
             raise ValueError("sharded_replicas: is read with fully_sharded: true only; set that, or leave it out")
         if number is not None and self.dp % number:
             raise ValueError(f"sharded_replicas: {number} does not divide dp {self.dp}; give a divisor of it")
+        if self.whole_parameters and self.shares_over_replicas == 1:
+            raise ValueError(
+                "whole_parameters: is read where replicas share parameters only; give fully_sharded and a larger "
+                "sharded_replicas, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -141,9 +153,10 @@ class ParallelConfig(Section):
     `distmm_pipe`; if it is not given, planners may choose, and towers use `distmm_pipe`."""
     assignment: str = "contiguous"
     """How samples are assigned to microbatches (docs/data.md): `contiguous` (in their order), `random`, `disttrain` (in
-    its order), `dip`, `balanced` (even on the encoders' and the language model's work), or balanced with deferral:
-    `entrain`, or `entrain_k_eff`, which makes no more microbatches than the heaviest sample permits. If it is not
-    given, planner `auto` takes `balanced` or `entrain` where they are faster."""
+    its order), `dip`, `balanced` (even on the encoders' and the language model's work), `post_balanced` (each module's
+    samples over its replicas by its own work; encoders' outputs travel), or balanced with deferral: `entrain`, or
+    `entrain_k_eff`, which makes no more microbatches than the heaviest sample permits. If it is not given, planner
+    `auto` takes `balanced` or `entrain` where they are faster."""
     num_microbatches: Count = 4
     """Microbatches per replica; if it is not given, planner `auto` chooses. Of towers, per replica and contrastive
     batch, for planner `explicit` alone."""
@@ -158,7 +171,8 @@ class ParallelConfig(Section):
     (nothing is recomputed: activations go to pinned memory of the host and come back); if it is not given, planner
     `auto` chooses."""
     recompute_features: tuple[str, ...] = ()
-    """Towers whose stages keep only their input and recompute everything else in the backward pass."""
+    """Towers, or encoders, whose stages keep only their input and recompute everything else in the backward pass: their
+    activations are there one microbatch at a time, however many are on their way through a deep pipeline."""
     zero1: bool = False
     """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 keep each
     part. If it is not given, planner `auto` chooses."""

@@ -393,15 +393,32 @@ class RunConfig(Section):
                     "train.failures"
                 )
 
+        part = self.model.language_model
+        if part is None or not part.router_bias_update_rate:
+            return
+        key = "model.language_model.router_bias_update_rate"
+        if not part.train.module:
+            raise ValueError(f"{key}: is {part.router_bias_update_rate}, but the model is frozen; set it to 0")
+        if self.train.failures is not None:
+            raise ValueError(f"{key}: is not supported with train.failures; leave one of the two out")
+
     def _check_towers(self) -> None:
         size, whole = self.train.contrastive_batch_size, self.train.global_batch_size
         if not self.model.towers:
-            for key, given in (
-                ("train.contrastive_batch_size", size),
-                ("parallel.recompute_features", self.parallel.recompute_features),
-            ):
-                if given:
-                    raise ValueError(f"{key}: applies to towers only; give model.towers, or leave it out")
+            if size:
+                raise ValueError(
+                    "train.contrastive_batch_size: applies to towers only; give model.towers, or leave it out"
+                )
+            if self.parallel.recompute_features and self.parallel.planner != "explicit":
+                raise ValueError(
+                    "parallel.recompute_features: of encoders is read by planner explicit only; leave it out, or give "
+                    "planner: explicit"
+                )
+            for name in self.parallel.recompute_features:
+                if self.model.composite is None and name not in self.model.encoders:
+                    raise ValueError(
+                        f"parallel.recompute_features: {name} is no encoder; give encoders, or parallel.recompute"
+                    )
             for name, layout in self.parallel.explicit.items():
                 if layout.num_microbatches is not None:
                     raise ValueError(

@@ -27,7 +27,7 @@ from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, 
 from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.recomputed import layer_passes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
-from motet.plan import Edge, LayerRange, Stage
+from motet.plan import ContextOptions, Edge, LayerRange, Stage
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 T = TypeVar("T")
@@ -229,9 +229,9 @@ class Estimator:
         num_samples = len(self.samples)
         largest = -(-num_samples // (self.num_microbatches * dp)) if self.cuts_evenly else num_samples
 
-        def compute() -> list[LayerTime]:
+        def work() -> list[Work]:
             loads = self.microbatch_loads(name, dp, packed=cp > 1) if is_known else self.single_sample_loads(name)
-            total = [
+            return [
                 Work(
                     gradients,
                     Load(*map(sum, zip(*members, strict=True))),
@@ -239,7 +239,10 @@ class Estimator:
                 )
                 for gradients, members in self._kinds(name, loads)
             ]
-            return self._times(name, tp, cp, total, sequence_parallel=sequence_parallel)
+
+        def compute() -> list[LayerTime]:
+            key = ("batch work", name, cp > 1, dp) if is_known else ("batch work of samples", name, largest)
+            return self._times(name, tp, cp, self.remembered(key, work), sequence_parallel=sequence_parallel)
 
         return self.remembered(("batch bound", name, tp, dp, cp, is_known, sequence_parallel), compute)
 
@@ -248,8 +251,11 @@ class Estimator:
     ) -> list[LayerTime]:
         """Lower bound of each layer's time for a microbatch of that many samples."""
 
+        def work() -> list[Work]:
+            return [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
+
         def compute() -> list[LayerTime]:
-            lightest = [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
+            lightest = self.remembered(("lightest work", name), work)
             several = [work._replace(load=Load(*(num_samples * x for x in work.load))) for work in lightest]
             return self._times(name, tp, cp, several, sequence_parallel=sequence_parallel)
 
@@ -273,7 +279,7 @@ class Estimator:
         seconds = []
         for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
             runs_again = needs.any and layer.treatment in ("recomputed", "attention")
-            keys_s = key_exchange(layer, stage, self.cluster, self.memory).seconds(load)
+            keys_s = key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory).seconds(load)
             total_s = (shared if workload.is_shared(layer) else whole)[index]
             total_s += (1 + needs.any + runs_again) * keys_s
             if workload.encodes_items and layer.part == "head":

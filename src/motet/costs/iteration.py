@@ -111,7 +111,8 @@ class IterationCosts:
         result: dict[int, float] = defaultdict(float)
         for name, r, s, stage in self.plan.stages():
             module = self.plan.modules[name]
-            if not module.shares_over_replicas or self.cells.gathers_by_block(name, s):
+            by_block = self.cells.gathers_by_block(name, s)
+            if not module.shares_over_replicas or (by_block and not module.whole_parameters):
                 continue
             ranks = module.sharing_groups(r, s)[0]
             for index in range(*stage.layers):
@@ -119,7 +120,7 @@ class IterationCosts:
                 gather = parameter_gather(layer, stage.tp_size, ranks, self.cluster, self.memory)
                 for rank in stage.ranks:
                     result[rank] += gather.constant
-                    if module.is_trainable((index, index + 1)):
+                    if module.is_trainable((index, index + 1)) and not by_block:
                         result[rank] += parameter_gather(
                             layer, stage.tp_size, ranks, self.cluster, self.memory, of_gradients=True
                         ).constant
@@ -489,6 +490,7 @@ class IterationCosts:
             options=self.memory,
             by_rows=module.shares_over_replicas,
             by_block=by_block,
+            whole_parameters=module.whole_parameters,
         )
         return static, gathered
 

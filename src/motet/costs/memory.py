@@ -137,23 +137,32 @@ def gathered_bytes(
     options: MemoryOptions,
     by_rows: bool = False,
     by_block: bool = True,
+    whole_parameters: bool = False,
 ) -> int:
     """Other ranks' parameters and gradients on a rank of a fully sharded stage while it computes: those of the largest
     block and of all layers outside of blocks. `layers`: with whether each is trainable. `by_rows`: replicas share the
-    parameters; the rank's own rows are there twice then. Without `by_block` all layers are gathered for the step."""
+    parameters; the rank's own rows are there twice then. Without `by_block` all layers are gathered for the step, and
+    with `whole_parameters` the parameters of all layers, but not their gradients."""
     if num_shares == 1:
         return 0
     sizes = [
         (
             layer.part == "block",
-            layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
-            + trainable * layer.num_trained_per_rank(tp_size) * options.summed_bytes,
+            layer.num_parameters_per_rank(tp_size) * options.parameter_bytes,
+            trainable * layer.num_trained_per_rank(tp_size) * options.summed_bytes,
         )
         for layer, trainable in layers
     ]
-    blocks = [size for is_block, size in sizes if is_block]
-    rest = sum(size for is_block, size in sizes if not is_block)
-    whole = rest + (max(blocks, default=0) if by_block else sum(blocks))
+    blocks = [(weights, gradients) for is_block, weights, gradients in sizes if is_block]
+    whole = sum(weights + gradients for is_block, weights, gradients in sizes if not is_block)
+    if not by_block:
+        whole += sum(weights + gradients for weights, gradients in blocks)
+    elif whole_parameters:
+        whole += sum(weights for weights, _ in blocks) + max((gradients for _, gradients in blocks), default=0)
+    else:
+        whole += max((weights + gradients for weights, gradients in blocks), default=0)
+        # The next block's rows arrive while one computes.
+        whole += max((weights for weights, _ in blocks), default=0) if by_rows and len(blocks) > 1 else 0
     return whole if by_rows else whole - whole // num_shares
 
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells, LayerGradients
-from motet.costs.communication import collective_terms
+from motet.costs.communication import collective_terms, ring_terms
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
 from motet.costs.recomputed import layer_passes
-from motet.plan import ModulePlan, Plan, Stage, expert_groups
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups
 from motet.schedule.lower import keeps_row_shares, row_shares
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -278,14 +278,17 @@ class StageSeconds:
     def _exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
         """Seconds of the exchanges of keys and values in context-parallel groups, and of tokens between replicas that
         share experts. A backward exchanges as much as a forward."""
-        keys = key_exchange(layer, stage, self.cluster, self.memory)
-        return keys.plus(token_exchange(layer, self.cells.plan.modules[module], stage, self.cluster, self.memory))
+        planned = self.cells.plan.modules[module]
+        keys = key_exchange(layer, stage, planned.context, self.cluster, self.memory)
+        return keys.plus(token_exchange(layer, planned, stage, self.cluster, self.memory))
 
     def _repeated_exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
         """Seconds of the exchanges that a backward repeats with what it recomputes."""
         if layer.treatment == "recomputed":
             return self._exchange(module, layer, stage)
-        return key_exchange(layer, stage, self.cluster, self.memory) if layer.treatment == "attention" else ZERO
+        if layer.treatment != "attention":
+            return ZERO
+        return key_exchange(layer, stage, self.cells.plan.modules[module].context, self.cluster, self.memory)
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.
@@ -355,6 +358,8 @@ class StageSeconds:
         """Seconds of one action's gathers of parameters, or reduce-scatters of gradients; zero where parameters are
         gathered once in a step."""
         planned = self.cells.plan.modules[module]
+        if planned.whole_parameters and not of_gradients:
+            return ZERO
         if not planned.fully_sharded or not self.cells.gathers_by_block(module, place_of(planned, stage)[1]):
             return ZERO
         ranks = sharing_ranks(planned, stage)
@@ -373,16 +378,29 @@ def sharing_ranks(module: ModulePlan, stage: Stage) -> tuple[int, ...]:
     return module.sharing_groups(*place_of(module, stage))[0]
 
 
-def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
-    """Seconds in which context-parallel ranks gather the keys and values of the whole sequence, as a function of one
-    rank's load. The reduce-scatter of their gradients takes equally long."""
+def key_exchange(
+    layer: LayerShape, stage: Stage, context: ContextOptions, cluster: Cluster, memory: MemoryOptions
+) -> Quadratic:
+    """Seconds in which the queries of context-parallel ranks get the keys and values of the whole sequence, as a
+    function of one rank's load. What a backward exchanges takes equally long.
+
+    Queries, keys, values and results are traded for heads among some ranks, and keys and values gathered, or passed
+    around a ring, among those with the same heads; `context` says among how many."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
-    terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size])
-    width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
-    per_token = width * memory.activation_bytes * stage.cp_size / terms.bytes_per_s
-    return Quadratic(constant=terms.latency_s, per_token=per_token)
+    ranks, traders = stage.ranks[:: stage.tp_size], context.num_traders(stage.cp_size)
+    element = attention.head_dim * memory.activation_bytes / stage.tp_size
+    keys = 2 * attention.num_key_value_heads * element
+    traded = collective_terms(cluster, "all_to_all", ranks[:traders])
+    num_trades = 4 if traders > 1 else 0
+    if context.method in ("ring", "hybrid"):
+        passed = ring_terms(cluster, "all_gather", ranks[::traders])
+    else:
+        passed = collective_terms(cluster, "all_gather", ranks[::traders])
+    per_token = keys * (stage.cp_size // traders) / passed.bytes_per_s
+    per_token += num_trades and (keys + 2 * attention.num_heads * element) / traded.bytes_per_s
+    return Quadratic(constant=passed.latency_s + num_trades * traded.latency_s, per_token=per_token)
 
 
 def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:

@@ -55,7 +55,9 @@ OF_EXPERTS = frozenset({"experts", "expert_parallel"})
 SHOWN_EQUAL: dict[str, frozenset[str]] = {
     **{family: frozenset(FEATURES) - OF_EXPERTS for family in ("llama", "qwen3", "mistral", "gemma3_text", "phi3")},
     "mllama_text_model": frozenset(FEATURES) - OF_EXPERTS - {"context_parallel", "ulysses"},
-    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"), OF_EXPERTS),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"), OF_EXPERTS),
+    "gpt_oss": OF_EXPERTS | {"context_parallel", "ulysses"},
+    "llama4_text": frozenset({"context_parallel", "ulysses"}),
 }
 """By `model_type`: features with which the project's tests show families equal, whatever their flags."""
 

@@ -19,6 +19,7 @@ from motet.errors import UserError
 from motet.families.caption_decoders import DECODER_FAMILIES
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.families.language_models import LANGUAGE_MODELS, exceptional_families, registered_class
+from motet.families.stored_weights import keep_corrections_wide
 
 Kind = Literal["encoder", "language_model", "decoder"]
 
@@ -103,7 +104,9 @@ def model_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype
     compute_experts_in(config, dtype)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), default_dtype(dtype):
-            return model_class(config)
+            model = model_class(config)
+            keep_corrections_wide(model)
+            return model
     except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(f"{where}: {model_class.__name__} cannot be built: {' '.join(str(error).split())}") from None
 

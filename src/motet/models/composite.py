@@ -9,6 +9,7 @@ from torch import nn
 
 from motet.assignment.sample import Segment
 from motet.families.discovery.composite import Composite, CompositeModule
+from motet.families.stored_weights import weights_of
 from motet.models.graph import TYPICAL_TEXT_TOKENS, Layouts, ModuleNode
 from motet.models.stages.composite import CompositeEncoderStage, CompositeLanguageModelStage
 from motet.plan import LayerRange
@@ -29,9 +30,11 @@ class CompositeNode(ModuleNode):
 
     @property
     def parts(self) -> dict[str, nn.Module]:
-        """Views of the model: modules with the names and the parameters of this part."""
+        """Views of the model: modules with the names and the parameters of this part, and a language model's stored
+        buffers."""
         own: dict[str, list[str]] = {}
-        for name, _ in self.model.named_parameters():
+        parameters = dict(self.model.named_parameters())
+        for name in parameters if self.part.functions else weights_of(self.model):
             if any(name == path or name.startswith(f"{path}.") for path in self.part.paths):
                 own.setdefault(self.part.part_of(name), []).append(name)
         return {part: view_of(self.model, names) for part, names in own.items()}
@@ -73,7 +76,8 @@ class CompositeNode(ModuleNode):
 
 
 def view_of(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module with these parameters of a model, under the same names."""
+    """A module with these parameters and buffers of a model, under the same names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     root = nn.Module()
     for name in names:
         owner, *path = root, *name.split(".")
@@ -81,5 +85,8 @@ def view_of(model: nn.Module, names: Iterable[str]) -> nn.Module:
             if key not in owner._modules:
                 owner.add_module(key, nn.Module())
             owner = owner.get_submodule(key)
-        owner.register_parameter(path[-1], model.get_parameter(name))
+        if name in parameters:
+            owner.register_parameter(path[-1], parameters[name])
+        else:
+            owner.register_buffer(path[-1], model.get_buffer(name))
     return root

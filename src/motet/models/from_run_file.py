@@ -25,6 +25,7 @@ from motet.config import (
 from motet.families.classes import Kind, compute_experts_in, default_dtype, model_class_of
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
+from motet.families.stored_weights import keep_corrections_wide
 from motet.models.composite import CompositeNode
 from motet.models.generation import generator_node, query_node
 from motet.models.graph import (
@@ -113,6 +114,7 @@ def _plain_node(
         compute_experts_in(hf_config, dtype)
         with default_dtype(dtype):  # Some families compute constants when they are built.
             model: nn.Module = model_class_of(hf_config.model_type, kind)(hf_config)
+        keep_corrections_wide(model)
         remove_dropout(model)
         return model
 
@@ -154,6 +156,7 @@ def _node(
         media_attention=media_attention_of(config, module.module.config.model_type),
         preprocess_callback=None,
         router_aux_loss=part.router_aux_loss,
+        counts_experts=part.router_bias_update_rate > 0,
     )
 
 

@@ -315,6 +315,8 @@ class LanguageModelNode(ModuleNode):
     preprocess_callback: PreprocessCallback | None
     router_aux_loss: float = 0.0
     """Weight of the auxiliary loss of a mixture of experts."""
+    counts_experts: bool = False
+    """Whether stages count the tokens of each expert, for the update of routers' corrections."""
 
     @property
     def num_typical_loss_tokens(self) -> int:
@@ -350,6 +352,7 @@ class LanguageModelNode(ModuleNode):
             media_attention=self.media_attention,
             preprocess_callback=self.preprocess_callback,
             router_aux_loss=self.router_aux_loss,
+            counts_experts=self.counts_experts,
         )
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:

@@ -9,14 +9,14 @@ transformers (docs/decisions/materialize.md); a test pins it.
 
 Cross-attention of a caption decoder that was stored without it is drawn.
 
-Limits: safetensors only; weights that transformers computes from several stored tensors (quantised ones) are refused.
+Limits: safetensors only; quantised weights are refused, and stored tensors of which transformers makes several.
 """
 
 import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +26,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
@@ -38,6 +36,7 @@ from motet.families.discovery.language_model_parts import causal_layer_parts, nu
 from motet.families.encoders.own_encoders import build, build_on_meta
 from motet.families.hf_config import stored_folder, tower_family
 from motet.families.language_models import check_causal, is_tied
+from motet.families.weight_conversion import Sources, sources_of
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 
@@ -323,43 +322,44 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
         for name, tensor in model.state_dict(keep_vars=True).items()
         if any(name == path or name.startswith(f"{path}.") for paths in parts.values() for path in paths)
     }
-    stored = _stored_names(model, folder, where)
+    stored, prefix = _stored_sources(model, folder, where)
     tied = model.all_tied_weights_keys
-    by_file: dict[Path, list[tuple[str, str]]] = {}
+    sources: dict[str, str] = {}
     for name in wanted:
         source = name if name in stored else tied.get(name, name)
         if name in may_lack and may_lack.isdisjoint(stored):
             continue
         if source not in stored:
             raise UserError(f"{where}: {folder} has no weights for {name}; is it of another model?")
-        file, key = stored[source]
-        by_file.setdefault(file, []).append((name, key))
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as tensors, dtypes_by_name():
-            for name, key in names:
-                value = tensors.get_tensor(key)
-                if value.shape != wanted[name].shape:
-                    raise UserError(
-                        f"{where}: {key} in {file} has shape {list(value.shape)}, the configuration makes it "
-                        f"{list(wanted[name].shape)}; values that replace stored ones must keep the shapes"
-                    )
-                wanted[name].copy_(value)
+        sources[name] = source
+    with ExitStack() as opened, dtypes_by_name():
+        files: dict[Path, Any] = {}
+
+        def read(file: Path, key: str) -> torch.Tensor:
+            if file not in files:
+                files[file] = opened.enter_context(safe_open(file, framework="pt"))
+            tensor: torch.Tensor = files[file].get_tensor(key)
+            return tensor
+
+        for name, source in sorted(sources.items(), key=lambda item: stored[item[1]].parts[0][2]):
+            value = stored[source].value(prefix + source, model, read)
+            if value.shape != wanted[name].shape:
+                key, _, file = stored[source].parts[0]
+                raise UserError(
+                    f"{where}: {key} in {file} has shape {list(value.shape)}, the configuration makes it "
+                    f"{list(wanted[name].shape)}; values that replace stored ones must keep the shapes"
+                )
+            wanted[name].copy_(value)
 
 
-def _stored_names(model: Any, folder: Path, where: str) -> dict[str, tuple[Path, str]]:
-    """Returns the file and the stored name of each tensor of the model, as transformers' own loading maps them."""
+def _stored_sources(model: Any, folder: Path, where: str) -> tuple[dict[str, Sources[Path]], str]:
+    """Returns what each tensor of the model is made of, and the prefix of its name in the folder."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{where}.path: {folder} has no .safetensors file; save the model with save_pretrained")
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    names = model.state_dict(keep_vars=True)
-    found = {}
-    for file in files:
-        for key in _names_in(file, where):
-            name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, names)
-            found[name] = (file, key)
-    prefix = _prefix_of(names, found)
-    return {name.removeprefix(prefix): place for name, place in found.items() if name.startswith(prefix)}
+    found = sources_of(model, ((key, file) for file in files for key in _names_in(file, where)))
+    prefix = _prefix_of(model.state_dict(keep_vars=True), found)
+    return {name.removeprefix(prefix): own for name, own in found.items() if name.startswith(prefix)}, prefix
 
 
 def _prefix_of(names: Iterable[str], stored: Iterable[str]) -> str:

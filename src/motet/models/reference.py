@@ -216,7 +216,13 @@ def plain_loss(
         if media_attention != "causal":
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
             segments = tuple(sample.layouts[language_model_name])
-            extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
+            masks = _attention_masks(language_model.config, items, media_attention, segments)
+            dtype = next(language_model.parameters()).dtype
+            lowest = torch.finfo(dtype).min
+            added = {
+                kind: torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, lowest) for kind, sees in masks.items()
+            }
+            extra["attention_mask"] = added.get("", added)
         merged = partial(_merged, ids=ids, tokens=tokens, merge=merge, placeholder_token_ids=placeholder_token_ids)
         # Not inputs_embeds: some models scale what they embed themselves only, or embed the ids again (Gemma 3n).
         hook = language_model.get_input_embeddings().register_forward_hook(
@@ -365,8 +371,8 @@ def _items_of_tokens(
 
 def _attention_masks(
     config: Any, items: list[tuple[str, int] | None], media_attention: str, segments: tuple[Segment, ...]
-) -> Any:
-    """Returns boolean masks [1, 1, T, T] in transformers' form, by kind of layer where the model has several.
+) -> dict[str, Tensor]:
+    """Returns boolean masks [1, 1, T, T], by kind of layer where the model has several, else by "".
 
     A sliding window cuts what a text token and a token of `block_causal` or `prefix` media sees, as in transformers'
     Gemma3."""
@@ -394,7 +400,7 @@ def _attention_masks(
     window = getattr(config, "sliding_window", None)
     if getattr(config, "layer_types", None):
         return {"full_attention": matrix(None), "sliding_attention": matrix(window)}
-    return matrix(window)
+    return {"": matrix(window)}
 
 
 def plain_composite_loss(model: Any, batch: Batch, modules: Sequence[str]) -> Tensor:

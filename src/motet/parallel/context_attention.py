@@ -9,6 +9,9 @@ send. Gradients are added in the order of ranks: results are the same bit by bit
 
 *Ring*: keys and values go from rank to rank (`motet.parallel.ring_attention`).
 
+*Hybrid* (Fang and Zhao 2024, "USP"): successive ranks trade tokens for heads, and the keys and values of each such
+group go around among the ranks that have the same heads.
+
 Deviation: the papers gather all blocks.
 """
 
@@ -30,6 +33,7 @@ from motet.attention.masks.distribution import Distribution
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import blocks_seen
 from motet.devices import to_device
+from motet.parallel.attention_sinks import backward_with_sinks, forward_with_sinks
 from motet.parallel.ring_attention import ring_attention
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import ContextOptions
@@ -85,14 +89,18 @@ class SharedAttention:
         """Derives masks and exchanges ahead of the first call."""
         if self.cp.size > 1 and self.cp.options.method == "all_gather":
             _ = self.exchange, self.mask_of_gathered
-        elif self.cp.size > 1 and self.cp.options.method == "ring":
+        elif self.cp.size > 1 and self.cp.options.method in ("ring", "hybrid"):
             _ = self.masks_of_owners
         else:
             _ = self.mask_of_all
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attends from this rank's n tokens to all; inputs and output are [1, heads, n, dim]."""
-        attend = {"all_gather": _gathered, "ulysses": _traded, "ring": ring_attention}[self.cp.options.method]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """Attends from this rank's n tokens to all; inputs and output are [1, heads, n, dim].
+
+        `sinks`: [heads], logits of a key without value that every query sees."""
+        attend = {"all_gather": _gathered, "ulysses": _traded, "ring": ring_attention, "hybrid": _traded}[
+            self.cp.options.method
+        ]
         if self.cp.size == 1:
             attend = _alone
         whole = len(self._blocks[self.cp.rank]) * self.cp.options.block_size
@@ -102,7 +110,7 @@ class SharedAttention:
         query, key, value = (
             torch.nn.functional.pad(t[0].to(dtype), (0, 0, 0, whole - t.shape[2])) for t in (query, key, value)
         )
-        return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
+        return attend(query, key, value, sinks, self, scale)[None, :, : self.num_local_tokens]
 
     @cached_property
     def _seen(self) -> np.ndarray:
@@ -125,9 +133,42 @@ class SharedAttention:
         return self._device_mask(self._blocks[self.cp.rank], np.concatenate(self.received_blocks))
 
     @cached_property
+    def num_traders(self) -> int:
+        """Number of successive ranks that trade tokens for heads. Each such group is a member of the ring."""
+        return self.cp.options.num_traders(self.cp.size)
+
+    @property
+    def ring_size(self) -> int:
+        return self.cp.size // self.num_traders
+
+    @property
+    def ring_place(self) -> int:
+        """The member of the ring that this rank is in."""
+        return self.cp.rank // self.num_traders
+
+    def rank_at(self, place: int) -> int:
+        """The rank of that member of the ring which has the same heads as this one."""
+        return place % self.ring_size * self.num_traders + self.cp.rank % self.num_traders
+
+    def ranks_at(self, place: int) -> range:
+        return range(place * self.num_traders, (place + 1) * self.num_traders)
+
+    @cached_property
+    def _blocks_of_members(self) -> list[np.ndarray]:
+        """Blocks of each member of the ring, in the order of its ranks."""
+        return [
+            np.concatenate([self._blocks[rank] for rank in self.ranks_at(place)]) for place in range(self.ring_size)
+        ]
+
+    @cached_property
     def masks_of_owners(self) -> list[DeviceMask]:
-        """The masks of this rank's queries over the keys of each rank."""
-        return [self._device_mask(self._blocks[self.cp.rank], keys) for keys in self._blocks]
+        """The masks of this member's queries over the keys of each member of the ring."""
+        return [self._device_mask(self._blocks_of_members[self.ring_place], keys) for keys in self._blocks_of_members]
+
+    @property
+    def rows_of_members(self) -> list[int]:
+        """Positions of the tokens of each member of the ring, in whole blocks."""
+        return [len(blocks) * self.cp.options.block_size for blocks in self._blocks_of_members]
 
     @cached_property
     def mask_of_all(self) -> DeviceMask:
@@ -208,11 +249,19 @@ class _Pending:
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather attention: query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens ->
-    [heads, Q, dim]."""
+    """All-gather attention: query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens, and sinks
+    [heads] or None -> [heads, Q, dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        shared: SharedAttention,
+        scale: float,
+    ) -> Tensor:
         portions = _portions(query, key, shared.cp.head_groups)
         outs, saved = [], []
         pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
@@ -220,43 +269,52 @@ class _Gathered(torch.autograd.Function):
             gathered = _from_rows(pending.wait())
             if number + 1 < len(portions):
                 pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
-            out, kept = shared.backend.forward(query[None, portion.queries], *gathered, shared.mask_of_gathered, scale)
+            own_sinks = None if sinks is None else sinks[portion.queries]
+            inputs = (query[None, portion.queries], *gathered)
+            out, kept = forward_with_sinks(shared.backend, inputs, own_sinks, shared.mask_of_gathered, scale)
             outs.append(out[0])
             saved.append(kept)
         result = torch.cat(outs)
-        ctx.save_for_backward(query, key, value, result, *(tensor for kept in saved for tensor in kept))
+        ctx.save_for_backward(query, key, value, sinks, result, *(tensor for kept in saved for tensor in kept))
         ctx.shared, ctx.scale, ctx.portions = shared, scale, portions
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, *kept = ctx.saved_tensors
+        query, key, value, sinks, result, *kept = ctx.saved_tensors
         shared, scale, portions = ctx.shared, ctx.scale, ctx.portions
         per_portion = len(kept) // len(portions)
-        d_queries, returns = [], []
+        d_queries, d_sinks, returns = [], [], []
         pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
         for number, portion in enumerate(portions):
             gathered = _from_rows(pending.wait())
             if number + 1 < len(portions):
                 pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
-            d_query, d_key, d_value = shared.backend.backward(
+            (d_query, d_key, d_value), d_own_sinks = backward_with_sinks(
+                shared.backend,
                 d_result[None, portion.queries],
                 (query[None, portion.queries], *gathered),
+                None if sinks is None else sinks[portion.queries],
                 result[None, portion.queries].contiguous(),
                 tuple(kept[number * per_portion : (number + 1) * per_portion]),
                 shared.mask_of_gathered,
                 scale,
             )
             d_queries.append(d_query[0])
+            d_sinks.append(d_own_sinks)
             returns.append(shared.exchange.give_back(_as_rows(d_key[0], d_value[0])))
         d_rows = [shared.exchange.add_up(pending.wait()) for pending in returns]
         d_keys, d_values = zip(*(_from_rows(rows) for rows in d_rows), strict=True)
-        return torch.cat(d_queries), torch.cat(d_keys, dim=1)[0], torch.cat(d_values, dim=1)[0], None, None
+        d_all_sinks = None if sinks is None else torch.cat([own for own in d_sinks if own is not None])
+        d_key, d_value = torch.cat(d_keys, dim=1)[0], torch.cat(d_values, dim=1)[0]
+        return torch.cat(d_queries), d_key, d_value, d_all_sinks, None, None
 
 
-def _gathered(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
-    return _Gathered.apply(query, key, value, shared, scale)
+def _gathered(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, shared: SharedAttention, scale: float
+) -> Tensor:
+    return _Gathered.apply(query, key, value, sinks, shared, scale)
 
 
 @dataclass(frozen=True)
@@ -324,7 +382,7 @@ def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -
 
 
 class _Trade(torch.autograd.Function):
-    """Ulysses' all-to-all: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; the backward inverts it."""
+    """Ulysses' all-to-all: [heads, own tokens, dim] -> [heads / traders, their tokens, dim]; the backward inverts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: SharedAttention, to_heads: bool) -> Tensor:
@@ -338,42 +396,70 @@ class _Trade(torch.autograd.Function):
 
 
 def _tokens_to_heads(x: Tensor, shared: SharedAttention) -> Tensor:
-    size, rows = shared.cp.size, shared.rows_of_ranks
-    own, heads = x.shape[1], x.shape[0] // size
-    sent = x.unflatten(0, (size, heads)).transpose(1, 2).flatten(0, 1)  # [size * own tokens, heads, dim]
-    return _Pending(sent, [own] * size, rows, shared.cp.group).wait().transpose(0, 1).contiguous()
+    size, own = shared.num_traders, x.shape[1]
+    sent = x.unflatten(0, (size, x.shape[0] // size)).transpose(1, 2).flatten(0, 1)  # [size * own tokens, heads, dim]
+    num_sent, num_received = _trade_sizes(own, shared)
+    return _Pending(sent, num_sent, num_received, shared.cp.group).wait().transpose(0, 1).contiguous()
 
 
 def _heads_to_tokens(x: Tensor, shared: SharedAttention) -> Tensor:
-    size, rows = shared.cp.size, shared.rows_of_ranks
-    own = rows[shared.cp.rank]
-    received = _Pending(x.transpose(0, 1), rows, [own] * size, shared.cp.group).wait()
-    return received.unflatten(0, (size, own)).transpose(1, 2).flatten(0, 1).contiguous()
+    own = shared.rows_of_ranks[shared.cp.rank]
+    num_received, num_sent = _trade_sizes(own, shared)
+    received = _Pending(x.transpose(0, 1), num_sent, num_received, shared.cp.group).wait()
+    return received.unflatten(0, (shared.num_traders, own)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _trade_sizes(own: int, shared: SharedAttention) -> tuple[list[int], list[int]]:
+    """Rows of which a rank sends its own to each rank of its group of traders, and receives theirs; 0 for others."""
+    traders = shared.ranks_at(shared.ring_place)
+    rows = shared.rows_of_ranks
+    return (
+        [own if rank in traders else 0 for rank in range(shared.cp.size)],
+        [rows[rank] if rank in traders else 0 for rank in range(shared.cp.size)],
+    )
 
 
 class _Whole(torch.autograd.Function):
     """Attention of one rank by a backend, without communication."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
-        out, kept = shared.backend.forward(query, key, value, shared.mask_of_all, scale)
-        ctx.save_for_backward(query, key, value, out, *kept)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        shared: SharedAttention,
+        scale: float,
+    ) -> Tensor:
+        out, kept = forward_with_sinks(shared.backend, (query, key, value), sinks, shared.mask_of_all, scale)
+        ctx.save_for_backward(query, key, value, sinks, out, *kept)
         ctx.shared, ctx.scale = shared, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, *kept = ctx.saved_tensors
-        mask = ctx.shared.mask_of_all
-        gradients = ctx.shared.backend.backward(d_out, (query, key, value), out, tuple(kept), mask, ctx.scale)
-        return *gradients, None, None
+        query, key, value, sinks, out, *kept = ctx.saved_tensors
+        backend, mask = ctx.shared.backend, ctx.shared.mask_of_all
+        gradients, d_sinks = backward_with_sinks(
+            backend, d_out, (query, key, value), sinks, out, tuple(kept), mask, ctx.scale
+        )
+        return *gradients, d_sinks, None, None
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
-    return _Whole.apply(query[None], key[None], value[None], shared, scale)[0]
+def _alone(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, shared: SharedAttention, scale: float
+) -> Tensor:
+    return _Whole.apply(query[None], key[None], value[None], sinks, shared, scale)[0]
 
 
-def _traded(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+def _traded(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, shared: SharedAttention, scale: float
+) -> Tensor:
     heads = [_Trade.apply(x, shared, True)[None] for x in (query, key, value)]
-    return _Trade.apply(_Whole.apply(*heads, shared, scale)[0], shared, False)
+    own_sinks = None if sinks is None else sinks.chunk(shared.num_traders)[shared.cp.rank % shared.num_traders]
+    if shared.ring_size > 1:
+        query, key, value = (x[0] for x in heads)
+        return _Trade.apply(ring_attention(query, key, value, own_sinks, shared, scale), shared, False)
+    return _Trade.apply(_Whole.apply(*heads, own_sinks, shared, scale)[0], shared, False)

@@ -29,12 +29,28 @@ ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 
 
 def attention_rules(config: Any, media_attention: str) -> tuple[Rule, ...]:
-    """Returns the attention rule of every block of the model, with the sliding windows of its configuration.
+    """Returns the attention rule of every block of the model, with the windows and chunks of its configuration.
 
     Raises `UserError` for a kind of attention that is not known."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(rule_named(media_attention, window if kind == "sliding_attention" else None) for kind in kinds)
+    chunk = getattr(config, "attention_chunk_size", None)
+    return tuple(
+        rule_named(
+            media_attention,
+            window if kind == "sliding_attention" else None,
+            chunk if kind == "chunked_attention" else None,
+        )
+        for kind in kinds
+    )
+
+
+Reach = tuple[int | None, int | None]
+"""How far back a block's queries see: sliding window and chunk; None: neither."""
+
+
+def reach_of(rule: Rule) -> Reach:
+    return rule.window, getattr(rule, "chunk", None)
 
 
 class ContextSequence:
@@ -50,10 +66,10 @@ class ContextSequence:
         device: torch.device,
     ) -> None:
         self._cp, self._device = cp, device
-        self._rule_of_window = {rule.window: rule for rule in rules}
+        self._rules = {reach_of(rule): rule for rule in rules}
         self._documents = documents
         self._distribution = _distribution(documents, rules, cp)
-        self._attention: dict[int | None, SharedAttention] = {}
+        self._attention: dict[Reach, SharedAttention] = {}
         self.num_calls = 0
         """Counts calls of this attention: a block that used another one saw this rank's tokens only."""
 
@@ -104,17 +120,25 @@ class ContextSequence:
         """Gathers [num_rows, H] to [T, H] on every rank; the backward sums the gradients of all ranks."""
         return gather_rows(rows[: self.num_held], self._distribution, self._cp)
 
-    def prepare(self, windows: Iterable[int | None]) -> None:
-        """Derives all that attention with these sliding windows will need."""
-        for window in windows:
-            self.attention(window).prepare()
+    def prepare(self, reaches: Iterable[Reach]) -> None:
+        """Derives all that attention of these kinds will need."""
+        for reach in reaches:
+            self.attention(reach).prepare()
 
-    def attention(self, window: int | None) -> SharedAttention:
-        if window not in self._attention:
-            mask = mask_of_documents(self._documents, self._rule_of_window[window])
+    def attention(self, reach: Reach) -> SharedAttention:
+        if reach not in self._attention:
+            mask = mask_of_documents(self._documents, self._rules[reach])
             backend = backend_for(self._device, self._cp.options.backend)
-            self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
-        return self._attention[window]
+            self._attention[reach] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
+        return self._attention[reach]
+
+    @cached_property
+    def places_in_documents(self) -> Tensor:
+        """Of each of this rank's tokens [num_held], its place in its document."""
+        starts = np.cumsum([0, *(document.num_tokens for document in self._documents)])
+        held = self.host_tokens[: self.num_held].numpy()
+        places = held - starts[np.searchsorted(starts, held, side="right") - 1]
+        return to_device(torch.from_numpy(places), self._device)
 
 
 def _distribution(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> Distribution:
@@ -140,22 +164,49 @@ def shared_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     *,
     context: ContextSequence,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query [1, heads, n, dim] -> output [1, n, heads, dim].
 
+    `s_aux`: sinks [heads] (gpt-oss), logits of a key without value that every query sees.
     `context` travels from the stage's call through the model's keyword arguments."""
     assert attention_mask is None
     assert dropout == 0.0
     assert all(others.get(name) is None for name in CHANGES_OF_ATTENTION), others.keys()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor[:, :, : context.num_held] for tensor in (query, key, value))
-    out = context.attention(sliding_window)(query, key, value, scale)
+    query = _by_own_places(module, query, context)
+    out = context.attention((sliding_window, _chunk_of(module)))(query, key, value, scale, s_aux)
     context.num_calls += 1
     out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """The chunk of a block's attention, of which transformers' interface says nothing."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" in kinds and kinds[cast(int, module.layer_idx)] == "chunked_attention":
+        return cast(int, config.attention_chunk_size)
+    return None
+
+
+def _by_own_places(module: Any, query: Tensor, context: ContextSequence) -> Tensor:
+    """Llama 4 scales the queries of blocks without rotary positions by their places, which it counts along the tensor:
+    here by those in their documents."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scales(places: Tensor) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return torch.log1p(torch.floor((places.to(wide) + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    assumed = torch.arange(query.shape[2], device=query.device)
+    factor = scales(context.places_in_documents) / scales(assumed)
+    return (query * factor[:, None]).to(query.dtype)
 
 
 _alive: WeakValueDictionary[Any, ContextSequence] = WeakValueDictionary()
@@ -186,9 +237,9 @@ DROPOUTS = (
 """Keys of transformers' configurations for dropout, which is refused: all ranks would draw the same numbers for
 different tokens."""
 
-CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
+CHANGES_OF_ATTENTION = ("softcap", "position_bias", "head_mask")
 """Arguments of the attention interface that change its result and are not supported: caps on logits
-(Gemma2), sinks of their own (gpt-oss), biases (T5)."""
+(Gemma2), biases (T5)."""
 
 
 def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel, num_heads: int, head_dim: int) -> None:
@@ -204,13 +255,13 @@ def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel,
             f"parallel: {name} has attn_logit_softcapping {cap}, which context parallelism and media_attention do not "
             "support; use cp 1 and media_attention causal"
         )
-    if cp.options.method == "ulysses":
-        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.size)
-    if cp.options.method == "ring" and cp.options.backend == "flex":
+    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.options.num_traders(cp.size))
+    has_sinks = any(path.rpartition(".")[2] == "sinks" for path, _ in module.named_parameters())
+    if (cp.options.method in ("ring", "hybrid") or has_sinks) and cp.options.backend == "flex":
         raise UserError(
-            "parallel: context.backend: flex cannot merge attention to parts of the keys, as method ring does; give "
-            "auto, triton or dense"
+            "parallel: context.backend: flex cannot merge attention to parts of the keys, as method ring and sinks "
+            "need it; give auto, triton or dense"
         )
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     check_backend(device, cp.options.backend, block_size=cp.options.block_size, head_dim=head_dim)

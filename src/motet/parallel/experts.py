@@ -16,7 +16,7 @@ parallelism cuts their widths.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,13 +76,19 @@ def _inputs_of(experts: nn.Module) -> list[str]:
     return list(inspect.signature(type(experts).forward).parameters)[1:]
 
 
+def expert_inputs(experts: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Of a call of experts that can be distributed: tokens, choices and weights."""
+    names = _inputs_of(experts)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    tokens, choices, weights = (given[name] for name in names)
+    return tokens, choices, weights
+
+
 def _with_inputs_of(experts: nn.Module, compute: Compute) -> Callable[..., Tensor]:
     """`compute` as a forward of these experts: families name its inputs differently."""
-    names = _inputs_of(experts)
 
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return compute(*(given[name] for name in names))
+        return compute(*expert_inputs(experts, args, kwargs))
 
     return forward
 

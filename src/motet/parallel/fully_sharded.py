@@ -13,8 +13,10 @@ whole, and checkpoints, copies to other nodes and AdamW's rules need to know not
 Not torch's `fully_shard`: it sums gradients by itself in each backward, where pipelines that do not look alike have to
 sum them layer by layer among all who hold them (`motet.runtime.gradient_reduction`).
 
-Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
-others keep, and do not begin within the backward.
+Over replicas, the block that is needed next is gathered while one computes.
+
+Limits: within a context-parallel group nothing is gathered ahead of its use, one large embedding is not cut, and sums
+over replicas send zeros for what others keep, and do not begin within the backward.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -117,10 +119,14 @@ Unit = _Unit | RowUnit
 class FullySharded:
     """The parameters of one stage, sharded over its group, on this rank."""
 
-    def __init__(self, stage: nn.Module, members: ShardGroup, *, by_rows: bool = False) -> None:
-        """`by_rows`: every rank keeps some rows of each parameter; otherwise each parameter has one owner."""
-        self._members, self._by_rows = members, by_rows
-        self._is_by_block = True
+    def __init__(
+        self, stage: nn.Module, members: ShardGroup, *, by_rows: bool = False, whole_parameters: bool = False
+    ) -> None:
+        """`by_rows`: every rank keeps some rows of each parameter; otherwise each parameter has one owner.
+        `whole_parameters`: they are gathered when a step begins and dropped when it ends, whatever is done with
+        gradients (ZeRO-2)."""
+        self._members, self._by_rows, self._whole_parameters = members, by_rows, whole_parameters
+        self._is_by_block = self._gathers_blocks = True
         self._is_backward = self._is_split = False
         self._in_backward: nn.Module | None = None
         """The block whose gradients are being computed."""
@@ -132,6 +138,10 @@ class FullySharded:
         self._rest = self._unit(rest)
         self._blocks: dict[nn.Module, Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
         self._units: tuple[Unit, ...] = (self._rest, *self._blocks.values())
+        self._in_order = blocks
+        self._places = {block: place for place, block in enumerate(blocks)}
+        self._with_backward: set[nn.Module] = set()
+        """Blocks through which gradients go."""
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward)
             block.register_forward_hook(self._after_forward)
@@ -156,11 +166,13 @@ class FullySharded:
         """Collective. `by_block`: all ranks of the group run the same actions in this step, and gather each block in
         each of them. Otherwise everything is gathered now, and gradients are summed when the step ends."""
         self._is_by_block = by_block
+        self._gathers_blocks = by_block and not self._whole_parameters
         self.take_reached()
-        if not by_block:
+        if not self._gathers_blocks:
             for parameter in self._shards:
                 parameter.grad = None  # The step before may have failed.
-            self._drop_all()
+            for unit in self._units:
+                unit.drop()
             for unit in self._units:
                 unit.gather()
 
@@ -170,15 +182,15 @@ class FullySharded:
 
     def end_step(self, *, with_gradients: bool) -> None:
         """Collective."""
-        if not self._is_by_block:
+        if not self._gathers_blocks:
             for unit in self._units:
-                if with_gradients:
+                if with_gradients and not self._is_by_block:
                     unit.sum_gradients()
                 unit.drop()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        if not self._is_by_block:
+        if not self._gathers_blocks:
             yield
             return
         self._rest.gather()
@@ -217,12 +229,20 @@ class FullySharded:
         self._in_backward = None
 
     def _drop_all(self) -> None:
-        for unit in self._units:
-            unit.drop()
+        if self._gathers_blocks:
+            for unit in self._units:
+                unit.drop()
 
     def _before_forward(self, block: nn.Module, _: object) -> None:
-        if self._is_by_block:
+        if self._gathers_blocks:
             self._blocks[block].gather()
+            if not self._is_backward:
+                self._start_gather(self._places[block] + 1)
+
+    def _start_gather(self, place: int) -> None:
+        """Begins to gather the block that is needed next, while the one before it computes."""
+        if 0 <= place < len(self._in_order) and isinstance(unit := self._blocks[self._in_order[place]], RowUnit):
+            unit.start_gather()
 
     def _after_forward(self, block: nn.Module, _: object, output: Any) -> None:
         if not self._is_by_block:
@@ -230,18 +250,23 @@ class FullySharded:
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad and torch.is_grad_enabled():
             hidden.register_hook(lambda gradient: self._before_backward(block))
+            self._with_backward.add(block)
         # What is computed again in a backward is needed there.
-        if not self._is_backward:
+        if not self._is_backward and self._gathers_blocks:
             self._blocks[block].drop()
 
     def _before_backward(self, block: nn.Module) -> None:
         """The gradient of its output is complete: the blocks after it have done all that takes their parameters."""
         if block is not self._in_backward:
             self._end_block()
-        for other, unit in self._blocks.items():
-            if other is not block:
-                unit.drop()
-        self._blocks[block].gather()
+        if self._gathers_blocks:
+            for other, unit in self._blocks.items():
+                if other is not block and unit.is_whole:
+                    unit.drop()
+            self._blocks[block].gather()
+            place = self._places[block] - 1
+            if place >= 0 and self._in_order[place] in self._with_backward:
+                self._start_gather(place)
         self._in_backward = block
 
 

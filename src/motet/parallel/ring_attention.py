@@ -1,4 +1,5 @@
 """Ring attention: keys and values travel around a context-parallel group, from member to member, one hop at a time.
+A member is a rank, or, under method `hybrid`, a group of ranks of which each has some of the heads.
 
 Each member computes its queries against the keys that it holds, while the next ones arrive, and merges the results by
 their log-sum-exps. In the backward they travel once more, with the gradients that all members add to them; these are
@@ -9,14 +10,14 @@ distribution: `policy`.)
 Limits: every member gets all keys, also those that none of its queries sees (`all_gather` leaves these out).
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from motet.attention.kernels.backends import Backend, PartialBackend
+from motet.parallel.attention_sinks import add_sinks, gradient_of_sinks, merge_parts, partial_backend
 
 SharedAttention = Any
 """`motet.parallel.context_attention.SharedAttention`, which imports this module."""
@@ -26,11 +27,10 @@ class _Hop:
     """A started hop: rows to the next member, and those of the one before."""
 
     def __init__(self, sent: Tensor, num_received: int, shared: SharedAttention) -> None:
-        cp = shared.cp
         self._sent = sent.contiguous()  # Kept until it has arrived.
         self._received = sent.new_empty((*sent.shape[:2], num_received, sent.shape[3]))
         operations = [
-            dist.P2POp(operation, tensor, group=cp.group, group_peer=(cp.rank + step) % cp.size)
+            dist.P2POp(operation, tensor, group=shared.cp.group, group_peer=shared.rank_at(shared.ring_place + step))
             for operation, tensor, step in ((dist.isend, self._sent, 1), (dist.irecv, self._received, -1))
             if tensor.numel()
         ]
@@ -43,17 +43,31 @@ class _Hop:
 
 
 class _Ring(torch.autograd.Function):
-    """query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
+    """query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens, and sinks [heads] or None ->
+    [heads, Q, dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
-        cp, rows, backend = shared.cp, shared.rows_of_ranks, _partial(shared.backend)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        shared: SharedAttention,
+        scale: float,
+    ) -> Tensor:
+        place, size, rows, backend = (
+            shared.ring_place,
+            shared.ring_size,
+            shared.rows_of_members,
+            partial_backend(shared.backend),
+        )
         held = torch.stack([key, value])
         out: Tensor | None = None
         log_sums: Tensor | None = None
-        for step in range(cp.size):
-            owner = (cp.rank - step) % cp.size
-            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < cp.size else None
+        for step in range(size):
+            owner = (place - step) % size
+            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < size else None
             with torch.autocast(query.device.type, enabled=False):  # Parts are merged in more than half precision.
                 part, of_part = backend.forward_part(
                     query[None], held[0][None], held[1][None], shared.masks_of_owners[owner], scale
@@ -61,28 +75,35 @@ class _Ring(torch.autograd.Function):
             if out is None or log_sums is None:
                 out, log_sums = part, of_part
             else:
-                out, log_sums = _merge(out, log_sums, part, of_part)
+                out, log_sums = merge_parts(out, log_sums, part, of_part)
             if hop is not None:
                 held = hop.wait()
         assert out is not None
         assert log_sums is not None
+        if sinks is not None:
+            out, log_sums = add_sinks(out, log_sums, sinks)
         result = out[0].to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, log_sums)
+        ctx.save_for_backward(query, key, value, sinks, result, log_sums)
         ctx.shared, ctx.scale = shared, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, log_sums = ctx.saved_tensors
+        query, key, value, sinks, result, log_sums = ctx.saved_tensors
         shared, scale = ctx.shared, ctx.scale
-        cp, rows, backend = shared.cp, shared.rows_of_ranks, _partial(shared.backend)
+        place, size, rows, backend = (
+            shared.ring_place,
+            shared.ring_size,
+            shared.rows_of_members,
+            partial_backend(shared.backend),
+        )
         held = torch.stack([key, value])
         d_query: Tensor | None = None
         arriving: _Hop | None = None
-        for step in range(cp.size):
-            owner = (cp.rank - step) % cp.size
-            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < cp.size else None
+        for step in range(size):
+            owner = (place - step) % size
+            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < size else None
             inputs = (query[None], held[0][None], held[1][None])
             d_part, d_key, d_value = backend.backward_part(
                 d_result[None], inputs, result[None], log_sums, shared.masks_of_owners[owner], scale
@@ -97,25 +118,13 @@ class _Ring(torch.autograd.Function):
         assert d_query is not None
         assert arriving is not None
         d_held = arriving.wait()
-        return d_query[0].to(query.dtype), d_held[0].to(key.dtype), d_held[1].to(value.dtype), None, None
+        d_sinks = None if sinks is None else gradient_of_sinks(sinks, d_result[None], result[None], log_sums)
+        return d_query[0].to(query.dtype), d_held[0].to(key.dtype), d_held[1].to(value.dtype), d_sinks, None, None
 
 
-def _partial(backend: Backend) -> PartialBackend:
-    assert hasattr(backend, "forward_part"), "refused where the stage was built"
-    return cast(PartialBackend, backend)
-
-
-def _merge(out: Tensor, log_sums: Tensor, part: Tensor, of_part: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys as one. Log-sum-exps are of base 2, -inf for queries without keys."""
-    both = torch.logaddexp2(log_sums, of_part)
-    safe = both.masked_fill(both == float("-inf"), 0.0)
-    return (
-        out * torch.exp2(log_sums - safe)[..., None] + part * torch.exp2(of_part - safe)[..., None],
-        both,
-    )
-
-
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, shared: SharedAttention, scale: float
+) -> Tensor:
     """Attention of this rank's queries to the keys of all members; shapes as `_Ring`'s."""
-    result: Tensor = _Ring.apply(query, key, value, shared, scale)
+    result: Tensor = _Ring.apply(query, key, value, sinks, shared, scale)
     return result

@@ -82,17 +82,26 @@ class RowUnit:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self._flats = [_FlatRows(of_kind, members) for of_kind in by_kind.values()]
         self.is_whole = True
+        self._is_started = False
 
     def shards(self) -> Iterator[tuple[nn.Parameter, RowShard]]:
         for flat in self._flats:
             yield from flat.shards.items()
 
+    def start_gather(self) -> None:
+        """Begins what `gather` will wait for."""
+        if not self.is_whole and not self._is_started:
+            for flat in self._flats:
+                flat.start_gather()
+            self._is_started = True
+
     def gather(self) -> None:
         if self.is_whole:
             return
+        self.start_gather()
         for flat in self._flats:
-            flat.gather()
-        self.is_whole = True
+            flat.finish_gather()
+        self.is_whole, self._is_started = True, False
 
     def sum_gradients(self) -> None:
         """Sums gradients over the group, and adds each rank's rows to those of its shards."""
@@ -108,6 +117,8 @@ class RowUnit:
 
     def drop(self) -> None:
         """Frees the whole parameters; the rows stay."""
+        if self._is_started:
+            self.gather()  # Nobody needed what was begun ahead.
         for flat in self._flats:
             flat.drop()
         self.is_whole = False
@@ -127,6 +138,8 @@ class _FlatRows:
         """The memory of each parameter, padded likewise: [ranks, size]."""
         self.shards: dict[nn.Parameter, RowShard] = {}
         self.reached: set[Tensor] = set()
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        """What a gather that was started brings."""
         for parameter, own in zip(self._parameters, self._own.split(sizes), strict=True):
             values = parameter.detach()
             whole = values.new_zeros(members.size, own.numel())
@@ -143,9 +156,17 @@ class _FlatRows:
         self._num_bytes = [whole.untyped_storage().nbytes() for whole in self._whole]
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         gathered = self._own.new_empty(self._members.size * self._own.numel())
-        dist.all_gather_into_tensor(gathered, self._own, group=self._members.group)
+        work = dist.all_gather_into_tensor(gathered, self._own, group=self._members.group, async_op=True)
+        self._pending = gathered, work
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        assert self._pending is not None
+        (gathered, work), self._pending = self._pending, None
+        assert work is not None
+        work.wait()
         parts = gathered.view(self._members.size, -1).split([whole.shape[1] for whole in self._whole], dim=1)
         for whole, num_bytes, values in zip(self._whole, self._num_bytes, parts, strict=True):
             whole.untyped_storage().resize_(num_bytes)

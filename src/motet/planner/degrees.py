@@ -104,9 +104,10 @@ def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> Non
             f"{degrees.cp} blocks of {block_size}; give a smaller cp or context.block_size"
         )
     attention = next((layer.attention for layer in workload.layers if layer.attention is not None), None)
-    if degrees.context.method == "ulysses" and attention is not None:
+    if attention is not None:
         try:
-            check_ulysses(attention.num_heads // degrees.tp, attention.num_key_value_heads // degrees.tp, degrees.cp)
+            traders = degrees.context.num_traders(degrees.cp)
+            check_ulysses(attention.num_heads // degrees.tp, attention.num_key_value_heads // degrees.tp, traders)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
 

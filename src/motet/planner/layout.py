@@ -85,6 +85,7 @@ def build_plan(
             sequence_parallel=own.sequence_parallel,
             fully_sharded=own.fully_sharded,
             sharded_replicas=own.sharded_replicas,
+            whole_parameters=own.whole_parameters,
             ep=own.ep,
             context=own.context,
         )

@@ -61,6 +61,7 @@ class Degrees:
     fully_sharded: bool = False
     sharded_replicas: int = 1
     """With `fully_sharded`: number of replicas that share parameters."""
+    whole_parameters: bool = False
     ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
@@ -106,6 +107,7 @@ class ModuleProblem:
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
         sharded_replicas: int = 1,
+        whole_parameters: bool = False,
         ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
@@ -121,6 +123,7 @@ class ModuleProblem:
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
             sharded_replicas=sharded_replicas,
+            whole_parameters=whole_parameters,
             ep=ep,
             context=context,
             num_microbatches=num_microbatches,

@@ -1,4 +1,5 @@
-"""Variants of a plan in which replicas share their parameters (fully sharded over data parallelism)."""
+"""Variants of a plan in which replicas share their parameters (fully sharded over data parallelism), or gradients and
+optimizer state alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,8 @@ from motet.planner.problem import PlanningProblem
 
 def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     """The plan with the parameters of every module shared by all of its replicas; and, if they are on several nodes, by
-    the replicas of each node (hybrid). Nothing if no module can share, or if the run does not allow it."""
+    the replicas of each node (hybrid). Each also with parameters that are whole during a step (ZeRO-2). Nothing if no
+    module can share, or if the run does not allow it."""
     if not problem.may_share_parameters:
         return
     seen = [plan.modules]
@@ -19,6 +21,10 @@ def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
         if modules not in seen:
             seen.append(modules)
             yield replace(plan, modules=modules)
+            whole = {
+                name: replace(module, whole_parameters=module.shares_over_replicas) for name, module in modules.items()
+            }
+            yield replace(plan, modules=whole)
 
 
 def _shared(plan: Plan, name: str, within_nodes_of: Cluster | None) -> ModulePlan:

@@ -205,7 +205,7 @@ class TrainingProcess:
         watch = StragglerWatch(trainer.engine.plan, slow_ratio, gather)
 
         def after_step() -> None:
-            for straggler in watch.after_step(executor.spans):
+            for straggler in watch.after_step(executor.recorder.read()[1]):
                 if dist.get_rank() == 0:
                     node = membership.all_nodes[straggler.rank // self._node_size]
                     print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)

@@ -118,6 +118,12 @@ def _check_experts(node: ModuleNode, tp: TensorParallel, group: TensorParallel) 
         check_feature(config, "expert_parallel", "use ep 1, or ep equal to tp")
 
 
+def router_bias_update_rate(config: RunConfig) -> float:
+    """Of the language model, where it is one of its own."""
+    part = config.model.language_model
+    return 0.0 if part is None else part.router_bias_update_rate
+
+
 def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spare_ranks: int = 0) -> Engine:
     """Collective. `num_spare_ranks`: processes, after those of the plan, that have no part in it.
 
@@ -132,6 +138,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
         expect=iteration_costs(config, plan),
         num_spare_ranks=num_spare_ranks,
         keeps_unreached=not config.train.update_unreached,
+        router_bias_update_rate=router_bias_update_rate(config),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.models.stages.causal import CausalStage
 from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
@@ -55,6 +56,7 @@ class LocalParameter:
     part: str
     """`<module>.module` or `<module>.projector`."""
     parameter: nn.Parameter
+    """Or a buffer that belongs to the weights, and is treated as a frozen parameter."""
     shard: Shard | None
     """Its cut over the group `tp`; None: every rank has the whole parameter."""
     rows: RowShard | None
@@ -137,7 +139,9 @@ class LocalModel:
             self._keep_shares((name, r, s), made)
             if module.shares_over_replicas:
                 group = mesh.sharing(module, r, s)
-                self.sharded[name, r, s] = FullySharded(cast(nn.Module, made), group, by_rows=True)
+                self.sharded[name, r, s] = FullySharded(
+                    cast(nn.Module, made), group, by_rows=True, whole_parameters=module.whole_parameters
+                )
             elif module.fully_sharded and stage.cp_size > 1:
                 made_whole = cast(nn.Module, made)
                 self.sharded[name, r, s] = FullySharded(made_whole, self.context_parallel[name, r, s])
@@ -168,7 +172,10 @@ class LocalModel:
         owner = self.plan.modules[key[0]].data_module(key[0])
         layout = tensor_parallel_layout(cast(nn.Module, stage))
         held = {p.name for p in self.parameters}
-        for local_name, parameter in stage.named_parameters():
+        buffers: dict[str, nn.Parameter] = {}
+        if isinstance(stage, CausalStage):
+            buffers = {name: cast(nn.Parameter, buffer) for name, buffer in stage.saved_buffers()}
+        for local_name, parameter in [*stage.named_parameters(), *buffers.items()]:
             name = stage.canonical_name(local_name)
             shard = layout.shards.get(local_name) if layout else None
             holders = tp
@@ -181,10 +188,10 @@ class LocalModel:
             of_experts = groups.experts if groups and holders is not tp else None
             first = groups.first_experts if groups and of_experts else groups.first if groups else None
             whole_group = groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None
-            sharded = self.sharded.get(key)
+            sharded = None if local_name in buffers else self.sharded.get(key)
             is_kept = sharded is None or sharded.keeps(parameter)
             rows = None if sharded is None else sharded.rows_of(parameter)
-            stands_first = is_kept and self._stands_first(key, first, layers)
+            stands_first = is_kept and self._stands_first(key, first, layers, is_sharded=sharded is not None)
             yield LocalParameter(
                 name=f"{owner}.{name}",
                 stage=key,
@@ -207,20 +214,23 @@ class LocalModel:
             return Reduce(owner, layers[0], layers[1], tied=True)
         return self._reduce_of_layer[owner, layers[0]]
 
-    def _stands_first(self, key: StageKey, first: tuple[int, ...] | None, layers: tuple[int, ...]) -> bool:
+    def _stands_first(
+        self, key: StageKey, first: tuple[int, ...] | None, layers: tuple[int, ...], *, is_sharded: bool
+    ) -> bool:
         """Whether this rank, or in a fully sharded stage its group, is the first of all that hold the layers. `first`:
         who that is; None: they are frozen, have no reduction, and the module's first replica stands for them."""
         module = self.plan.modules[key[0]]
         stage = module.replicas[key[1]].stages[key[2]]
-        has_owners = key in self.sharded and not module.shares_over_replicas
+        shares_rows = is_sharded and module.shares_over_replicas
+        has_owners = is_sharded and not shares_rows
         of_stage = stage.ranks if has_owners else (self.mesh.rank,)
         if first is not None:
             return not set(first).isdisjoint(of_stage)
         of_first = tensor_parallel_groups(stage)[0]
-        has_first_tokens = module.shares_over_replicas or not set(of_first).isdisjoint(of_stage)
+        has_first_tokens = shares_rows or not set(of_first).isdisjoint(of_stage)
         return (
             module.copy_of is None
-            and key[1] < (module.sharded_replicas if module.shares_over_replicas else 1)
+            and key[1] < (module.sharded_replicas if shares_rows else 1)
             and has_first_tokens
             and stage.layers[0] <= layers[0] < stage.layers[1]
         )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from motet.assignment.batch_assignment import BatchAssignment, num_shares
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.plan import Plan, Stage, expert_groups, places, tensor_parallel_groups
+from motet.plan import POST_BALANCED, Plan, Stage, expert_groups, places, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Holder, reductions
 from motet.schedule.lower import messages
@@ -209,7 +209,8 @@ def _replicas_of_samples(plan: Plan) -> list[dict[str, int]]:
     """Each sample's replica of each module, such that all replicas of a share that may meet do meet."""
     replicas_of = []
     # Modules around a contrastive loss cut each of its batches by themselves, so that any of their replicas may meet.
-    parts = num_shares(plan) if plan.loss_module is None else 1
+    meets_all = plan.loss_module is not None or plan.assignment == POST_BALANCED
+    parts = 1 if meets_all else num_shares(plan)
     for share in range(parts):
         of_share = {
             name: range(share * size, (share + 1) * size)

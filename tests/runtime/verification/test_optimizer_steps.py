@@ -10,6 +10,7 @@ from one_process import perturb
 from sampling import in_campaigns
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
+from motet.families.capabilities import FEATURES, SHOWN_EQUAL
 from motet.models.from_run_file import plain_nodes
 from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import build_engine
@@ -29,6 +30,26 @@ CASES = {
 }
 USUAL = ("replicas that share parameters",)
 
+CORRECTED = Scenario(
+    llm="deepseek_v3",
+    placement="shared",
+    num_samples=6,
+    num_microbatches=2,
+    frozen="audio",
+    router_bias_update_rate=0.01,
+)
+CORRECTIONS = {
+    "group, two stages": replace(CORRECTED, tp=2, ep=2, llm_pp=2, sequence_parallel=True, placement="replicated"),
+    "replicas that exchange tokens": replace(CORRECTED, dp=2, ep=2, num_samples=3),
+    "replicas that share parameters": replace(CORRECTED, llm="glm4_moe", dp=2, fully_sharded=True, sharded_replicas=2),
+    "cut widths, recomputed": replace(CORRECTED, llm="glm4_moe", tp=2, recompute=True),
+    "packed, split backward": replace(
+        CORRECTED, llm_pp=2, packing=True, schedule="zero_bubble_h1", placement="replicated"
+    ),
+    "shared tokens": replace(CORRECTED, llm="glm4_moe", cp=2),
+}
+"""Corrections of routers' scores, by the counts of all ranks."""
+
 
 def stepped(scenario: Scenario, num_steps: int, **train: Any) -> StepsComparison | None:
     config = scenario.config()
@@ -46,6 +67,18 @@ def stepped(scenario: Scenario, num_steps: int, **train: Any) -> StepsComparison
 def test_ten_steps_equal_a_plain_loop(name: str) -> None:
     scenario = CASES[name]
     found = run_distributed(lambda rank: stepped(scenario, 10), scenario.num_ranks, timeout=300)[0]
+    assert found.failures == []
+    assert found.losses_distributed == pytest.approx(found.losses_reference, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["replicas that exchange tokens", *in_campaigns(n for n in CORRECTIONS if n != "replicas that exchange tokens")],
+)
+def test_corrections_of_routers_equal_a_plain_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = CORRECTIONS[name]
+    monkeypatch.setitem(SHOWN_EQUAL, scenario.llm, frozenset(FEATURES))  # Their own tests ask for probes.
+    found = run_distributed(lambda rank: stepped(scenario, 3), scenario.num_ranks, timeout=300)[0]
     assert found.failures == []
     assert found.losses_distributed == pytest.approx(found.losses_reference, rel=1e-9)
 

@@ -35,6 +35,29 @@ ALONE = [
     replace(SMALL, assignment="entrain", placement="colocated"),
 ]
 
+FEATURES_AGAIN = [
+    Scenario(llm_pp=2, recompute_features=True, placement="shared", num_microbatches=3),
+    Scenario(llm_pp=3, recompute_features=True, placement="replicated", items="half", packing=True),
+    Scenario(encoder_pp=2, llm_pp=2, recompute_features=True, schedule="zero_bubble_h1", num_microbatches=3),
+    Scenario(dp=2, recompute_features=True, placement="shared", fully_sharded=True, sharded_replicas=2),
+    Scenario(recompute_features=True, placement="colocated", frozen="all but projectors", tp=2),
+]
+"""Encoders' graphs are there for one microbatch at a time."""
+
+MEETING = [
+    Scenario(dp=2, llm_pp=2, assignment="post_balanced", placement="shared", num_samples=11, num_microbatches=3),
+    Scenario(dp=2, assignment="post_balanced", placement="parallel", num_samples=9, frozen="audio", items="half"),
+    Scenario(dp=3, assignment="post_balanced", placement="shared", num_samples=13, frozen="all but language model"),
+    Scenario(dp=2, llm_pp=2, assignment="post_balanced", placement="replicated", num_samples=9),
+    Scenario(dp=2, tp=2, assignment="post_balanced", placement="shared", num_samples=9, schedule="zero_bubble_h1"),
+    Scenario(dp=2, cp=2, encoder_cp=2, assignment="post_balanced", placement="shared", num_samples=9),
+    Scenario(
+        dp=2, assignment="post_balanced", placement="shared", num_samples=9, fully_sharded=True, sharded_replicas=2
+    ),
+    Scenario(units=(2, 2, 2), assignment="post_balanced", num_samples=9, recompute_features=True, encoder_pp=1),
+]
+"""Replicas of encoders send to every replica of the language model."""
+
 UNITS = [
     Scenario(units=(encoders, encoders, llm), num_microbatches=2, num_samples=7, items=items)
     for (encoders, llm), items in zip(
@@ -101,6 +124,15 @@ def diagonal(scenarios: list[Scenario], number: int) -> list[Scenario]:
 def test_every_assignment_equals_one_process(number: int) -> None:
     """Schedules take turns."""
     check_together(diagonal(ALONE, number))
+
+
+def test_replicas_of_all_shares_meet_and_features_are_made_again() -> None:
+    check_together([MEETING[0], FEATURES_AGAIN[0]])
+
+
+@pytest.mark.campaign
+def test_every_meeting_of_replicas_equals_one_process() -> None:
+    check_together([*MEETING, *FEATURES_AGAIN])
 
 
 @pytest.mark.parametrize("number", [0, *in_campaigns([1, 2])])

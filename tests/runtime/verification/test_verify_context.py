@@ -54,6 +54,17 @@ RINGS = [
 """Ring attention, with the distributions that Cornstarch compares with; in one of them some members hold no tokens."""
 
 
+HYBRIDS = [
+    Scenario(llm="llama", cp=4, placement="shared", cp_method="hybrid", cp_policy="zigzag", items="half"),
+    Scenario(llm="qwen3", cp=4, llm_pp=2, placement="shared", cp_method="hybrid", cp_policy="contiguous", packing=True),
+    Scenario(llm="gemma3", cp=4, placement="shared", cp_method="hybrid", recompute=True, frozen="all but projectors"),
+    Scenario(llm="gpt_oss", cp=4, placement="shared", cp_method="hybrid", context_block=16),
+    Scenario(llm="llama", llm_pp=2, llm_cps=(4, 1), placement="shared", cp_method="hybrid", schedule="zero_bubble_h1"),
+    Scenario(llm="llama", cp=4, encoder_cp=4, placement="shared", cp_method="hybrid", fully_sharded=True),
+]
+"""Tokens traded for heads within pairs, and a ring over pairs."""
+
+
 UNLIKE_STAGES = [
     Scenario(llm="llama", llm_pp=2, llm_cps=(2, 1), placement="shared"),
     Scenario(llm="gemma3", llm_pp=3, llm_cps=(1, 2, 1), placement="shared", items="half"),
@@ -65,6 +76,19 @@ UNLIKE_STAGES = [
     Scenario(llm="llama", llm_pp=2, llm_cps=(4, 1), placement="shared", context_block=16, frozen="all but encoders"),
 ]
 """Tokens are shared out otherwise from stage to stage; in the last, some members hold none."""
+
+
+MIXTURES = [
+    Scenario(llm="gpt_oss", cp=2, placement="shared"),
+    Scenario(llm="gpt_oss", cp=2, placement="shared", cp_method="ulysses", llm_pp=2),
+    Scenario(llm="gpt_oss", cp=2, tp=2, ep=2, placement="shared", cp_method="ring", cp_policy="zigzag"),
+    Scenario(llm="gpt_oss", cp=4, placement="shared", cp_method="ring", context_block=16, recompute=True),
+    Scenario(llm="gpt_oss", media_attention="own_item", placement="shared"),
+    Scenario(llm="llama4", cp=2, placement="shared"),
+    Scenario(llm="llama4", cp=2, placement="shared", cp_method="ulysses", llm_pp=2, recompute=True),
+    Scenario(llm="llama4", cp=3, tp=2, placement="shared", cp_method="ring", items="half", sequence_parallel=True),
+]
+"""Sinks (gpt-oss), and chunks of tokens and queries that are scaled by their places (Llama 4)."""
 
 
 RULES = [
@@ -137,7 +161,8 @@ UNLIKE_ENCODERS = [
 members hold none."""
 
 
-EVERY = [*SCENARIOS, RINGS[0], *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
+USUAL = [*SCENARIOS, RINGS[0], HYBRIDS[0], MIXTURES[0], MIXTURES[5]]
+EVERY = [*USUAL, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
 
 
 SIZES = sorted({scenario.num_ranks for scenario in EVERY})
@@ -156,7 +181,12 @@ def test_equals_one_process(num_ranks: int) -> None:
 
 @pytest.mark.campaign
 def test_every_ring_equals_one_process() -> None:
-    check_together(RINGS)
+    check_together([*RINGS, *HYBRIDS])
+
+
+@pytest.mark.campaign
+def test_every_mixture_equals_one_process() -> None:
+    check_together(MIXTURES)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +259,7 @@ def test_masks_are_derived_beside_the_loading() -> None:
             patch.object(context_parallel, "device_mask", wraps=context_parallel.device_mask) as masks,
             float64_throughout(),
         ):
-            engine.prepare(batch.samples)
+            engine.prepare(batch)
             before = masks.call_count
             engine.run(batch)
             return before, masks.call_count

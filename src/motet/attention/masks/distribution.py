@@ -132,13 +132,14 @@ def distribute(
     return Distribution(rank_of_block, loads, lower_bound(workloads, num_ranks), num_tokens, block_size)
 
 
-def check_ulysses(num_heads: int, num_key_heads: int, cp_size: int) -> None:
-    """Raises `UserError` unless every rank gets whole heads. Of one rank of a tensor-parallel group."""
+def check_ulysses(num_heads: int, num_key_heads: int, num_traders: int) -> None:
+    """Raises `UserError` unless each of the ranks that trade tokens for heads gets whole heads. Of one rank of a
+    tensor-parallel group."""
     for what, heads in (("query", num_heads), ("key", num_key_heads)):
-        if heads % cp_size:
+        if heads % num_traders:
             raise UserError(
-                f"context.method: ulysses cannot divide {heads} {what} heads by cp_size {cp_size}; "
-                "use all_gather, or another cp_size"
+                f"context.method: ulysses cannot divide {heads} {what} heads by {num_traders} ranks; "
+                "use all_gather, or fewer ranks"
             )
 
 

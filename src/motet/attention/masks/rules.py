@@ -7,6 +7,7 @@ The rule says how tokens of a document see one another; documents never do. What
 | causal | `AttentionRule()` | most language models, media tokens included |
 | sliding window; Lambda (sink and window) | `window=`, `sink=` | Mistral; StreamingLLM, DCP |
 | prefix-LM | `media="prefix"`; of any length: `Document.prefix` | PaliGemma; Cornstarch's "encoder outputs prepended" |
+| chunked | `chunk=` | Llama 4 |
 | media see only themselves | `media="own_item"` | Cornstarch's "encoder outputs embedded" |
 | one bit for a whole modality | `media="own_modality"` | what a bitfield with a bit per modality says |
 | causal, media runs see themselves whole | `media="block_causal"` | Gemma3; video, frame by frame |
@@ -58,12 +59,18 @@ class AttentionRule:
     text only."""
     sink: int = 0
     """So many first tokens of the document are seen beside the window."""
+    chunk: int | None = None
+    """Documents are cut into chunks of so many tokens, and nothing is seen of earlier chunks (Llama 4)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise UserError(f"window must be at least 1 token, not {self.window}")
         if self.sink < 0 or (self.sink and self.window is None):
             raise UserError(f"sink is {self.sink}; it must be positive and needs a window")
+        if self.chunk is not None and (self.chunk < 1 or self.window or self.text == "full" or self.media != "causal"):
+            raise UserError(
+                f"chunk is {self.chunk}; it must be at least 1 token, and goes with causal attention without a window"
+            )
         if self.text == "full" and (self.media != "causal" or self.window is not None):
             raise UserError('text="full" lets all tokens see all; it goes with neither a window nor a rule for media')
 
@@ -81,9 +88,10 @@ def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
 
     Raises `UserError` where more than two intervals or more than 64 classes would be needed."""
     answers = layout.answer_start >= 0
-    if answers.any() and (rule.window is not None or rule.text == "full" or rule.media in ("own_modality", "prefix")):
+    reaches_back = rule.window is None and rule.chunk is None
+    if answers.any() and (not reaches_back or rule.text == "full" or rule.media in ("own_modality", "prefix")):
         raise UserError(
-            "answers that share a question go with no window, no full attention, no own_modality and no prefix"
+            "answers that share a question go with no window, chunk, full attention, own_modality or prefix"
         )
     lengths = layout.stop - layout.start
 
@@ -95,6 +103,9 @@ def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
     lo, hi = of_tokens(floor), np.maximum(position + 1, of_tokens(ceiling))
     windowed = ~(layout.is_media & (rule.media in ("own_item", "own_modality")))
     second = None
+    if rule.chunk is not None:
+        start = of_tokens(layout.document_start)
+        lo = np.maximum(lo, start + (position - start) // rule.chunk * rule.chunk)
     if rule.window is not None:
         reach = np.where(windowed, rule.window, layout.num_tokens).astype(np.int32)
         lo = np.maximum(lo, position + 1 - of_tokens(reach))
@@ -274,10 +285,12 @@ def register_mask(name: str, mask_of_sample: MaskOfSample) -> None:
     _OWN[name] = mask_of_sample
 
 
-def rule_named(media_attention: str, window: int | None = None) -> Rule:
-    """Raises `UserError` for a name that is not known."""
+def rule_named(media_attention: str, window: int | None = None, chunk: int | None = None) -> Rule:
+    """Raises `UserError` for a name that is not known, and for chunks with other than causal attention."""
     if media_attention in get_args(MediaAttention):
-        return AttentionRule(media=cast(MediaAttention, media_attention), window=window)
+        return AttentionRule(media=cast(MediaAttention, media_attention), window=window, chunk=chunk)
+    if chunk is not None:
+        raise UserError(f"media_attention: {media_attention} does not know chunks of {chunk} tokens; give causal")
     if media_attention not in _OWN:
         known = ", ".join([*get_args(MediaAttention), *_OWN])
         raise UserError(

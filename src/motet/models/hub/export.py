@@ -44,6 +44,7 @@ from motet.families.classes import Kind, model_class_of
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.families.encoders.own_encoders import OwnConfig
 from motet.families.encoders.token_counts import FeatureSelect
+from motet.families.stored_weights import weights_of
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.from_run_file import adapters_of
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
@@ -306,12 +307,16 @@ def _output_size(config: PretrainedConfig | OwnConfig) -> int:
     return size
 
 
+CAUSAL = (f"{LANGUAGE_MODEL}.module", f"{DECODER}.module")
+"""Parts whose stored buffers are in checkpoints."""
+
+
 def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
-    """Returns every parameter by its name in the whole model, as in checkpoints; tied parameters appear once."""
+    """Returns all weights by their names in the whole model, as in checkpoints; tied parameters appear once."""
     return {
-        f"{part}.{name}": parameter.detach()
+        f"{part}.{name}": tensor.detach()
         for part, module in model.parts().items()
-        for name, parameter in module.named_parameters()
+        for name, tensor in (weights_of(module) if part in CAUSAL else dict(module.named_parameters())).items()
     }
 
 

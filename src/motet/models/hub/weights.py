@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from motet.errors import UserError
+from motet.families.stored_weights import stored_buffers, weights_of
+from motet.families.weight_conversion import StoredForm
 
 MAX_SHARD_SIZE = "5GB"
 CHECKPOINT_PREFIX = "model/"
@@ -107,7 +108,9 @@ def save_part(
     """
     with torch.device("meta"):
         skeleton = model_class(config)
-    parameters = dict(skeleton.named_parameters())
+    buffers = stored_buffers(skeleton)
+    # Encoders' buffers are in no checkpoint.
+    parameters = {name: own for name, own in weights_of(skeleton).items() if name in tensors or name not in buffers}
     dtypes = check_tensors(parameters, tensors, where=where)
     folder.mkdir(parents=True, exist_ok=True)
     written = copy.deepcopy(config)
@@ -115,7 +118,7 @@ def save_part(
     # from_pretrained casts to it. A part has one dtype, or loses nothing by the widest of those that it has.
     written.dtype = reduce(torch.promote_types, dtypes.values())
     written.save_pretrained(folder)
-    _save_shards(folder, RenamedTensors(tensors, _names_on_disk(skeleton)), parameters, dtypes, max_shard_size)
+    _save_shards(folder, StoredForm(skeleton, parameters, tensors), dtypes, max_shard_size)
 
 
 def check_tensors(
@@ -149,15 +152,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _save_shards(
-    folder: Path,
-    on_disk: RenamedTensors,
-    parameters: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    max_shard_size: int | str,
+    folder: Path, on_disk: StoredForm, dtypes: Mapping[str, torch.dtype], max_shard_size: int | str
 ) -> None:
     sizes = {
-        name: torch.empty_like(parameters[own], dtype=dtypes[own], device="meta")
-        for name, own in on_disk.old_names.items()
+        name: torch.empty(shape, dtype=dtypes[on_disk.origin(name)], device="meta")
+        for name, shape in on_disk.shapes.items()
     }
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
     for file_name, names in split.filename_to_tensors.items():
@@ -165,14 +164,6 @@ def _save_shards(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _names_on_disk(model: Any) -> dict[str, str]:
-    """Maps names in the file to names in the model; files of some families have older names."""
-    own_name = {id(parameter): name for name, parameter in model.named_parameters()}
-    stored = revert_weight_conversion(model, dict(model.named_parameters()))
-    assert {id(parameter) for parameter in stored.values()} == set(own_name), "transformers converts weights on disk"
-    return {name: own_name[id(parameter)] for name, parameter in stored.items()}
 
 
 def _own_memory(tensor: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ What a language model (`motet.models.stages.language_model`) and a caption decod
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from motet.families.discovery.language_model_parts import causal_paths, num_caus
 from motet.families.known_masks import masks_known
 from motet.families.language_models import is_tied, next_labels
 from motet.families.rotary import SequenceRotary
+from motet.families.stored_weights import stored_buffers
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
@@ -78,6 +80,12 @@ class SequenceLayout:
         owner[self.places()] = torch.repeat_interleave(torch.tensor(self.lengths))
         return owner.view(self.shape)
 
+    def place_of_token(self) -> Tensor:
+        """[rows, columns]: the place in its sample of the token that stands there; 0 where nothing does."""
+        place = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.long)
+        place[self.places()] = torch.cat([torch.arange(length) for length in self.lengths])
+        return place.view(self.shape)
+
 
 def layout_of(samples: Sequence[Sample], module: str, *, packed: bool) -> SequenceLayout:
     return SequenceLayout(tuple(sample.num_tokens(module) for sample in samples), packed)
@@ -105,6 +113,17 @@ def all_tokens(hidden: Tensor, sequences: SequenceLayout) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, to_device(sequences.places(), hidden.device))
 
 
+class RowObserver(Protocol):
+    """Learns which tokens passed a stage."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Around each forward of the stage, but not around what a backward runs again."""
+
+    def add(self, samples: Sequence[Sample], sample_of_row: Tensor, place_of_row: Tensor, device: torch.device) -> None:
+        """After it. On the host, of each of this rank's rows: which of the microbatch's samples stands there, -1 where
+        none does, and the token's place in it."""
+
+
 class CausalStage(nn.Module):
     """Layers [first, last) of a causal model. Takes over `model`: layers of other stages lose their weights."""
 
@@ -122,6 +141,8 @@ class CausalStage(nn.Module):
         self.is_tied = is_tied(model)
         self.hidden_size = self.output_size = int(model.config.get_text_config().hidden_size)
         self.own_blocks = range(max(layers[0], 1) - 1, min(layers[1], self.num_layers - 1) - 1)
+        self.observers: list[RowObserver] = []
+        """Called at each forward of mixtures of experts."""
         self._handover: Handover | None = None
         if layers != (0, self.num_layers):
             self._handover = put_stand_ins(
@@ -163,6 +184,13 @@ class CausalStage(nn.Module):
             return (0, self.num_layers - 1)
         in_embedding = any(name.startswith(f"module.{part}.") for part in self.paths.embed_parts)
         return (0,) if in_embedding else (self.num_layers - 1,)
+
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of the stage's blocks that belong to the weights (`motet.families.stored_weights`), by name."""
+        blocks = f"module.{self.paths.blocks}."
+        for name, buffer in stored_buffers(self).items():
+            if name.startswith(blocks):
+                yield name, buffer
 
     def after_update(self) -> None:
         """No parameter has a limit."""
@@ -247,6 +275,23 @@ class CausalStage(nn.Module):
         assert self.is_last
         assert len(states) == 1, "the head ran more than once"
         return states[0], logits.flatten(0, 1)
+
+    @contextmanager
+    def observed(self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None) -> Iterator[None]:
+        """Around a forward. `held`: on the host, positions in the packed sequence of this rank's rows, -1 for rows that
+        hold nothing; None: all of them."""
+        with ExitStack() as recording:
+            for observer in self.observers:
+                recording.enter_context(observer.recording())
+            yield
+        if self.observers:
+            sample_of_row, place_of_row = sequences.sample_of_token().flatten(), sequences.place_of_token().flatten()
+            if held is not None:
+                nothing = held < 0
+                sample_of_row = sample_of_row[held].masked_fill(nothing, -1)
+                place_of_row = place_of_row[held]
+            for observer in self.observers:
+                observer.add(samples, sample_of_row, place_of_row, self.device)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of all tokens with a label. `labels`: what each row of `logits` is to predict."""

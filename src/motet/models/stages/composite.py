@@ -176,7 +176,7 @@ class CompositeLanguageModelStage(CausalStage):
         if self.is_last:
             rows, labels = labelled(labels_of(features), sequences.places())
         ids = token_ids(features, sequences)
-        with self._giving(outputs) as given:
+        with self._giving(outputs) as given, self.observed(samples, sequences, None):
             states, logits = self.run_layers(
                 ids,
                 inputs.hidden,

@@ -156,7 +156,7 @@ class EncoderStage(nn.Module):
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
         context = self._shared(samples, next(self.parameters()).device)
-        context.prepare((None,))
+        context.prepare(((None, None),))
         return context
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:

@@ -34,6 +34,7 @@ from motet.models.stages.causal import (
     places_of_outputs,
     token_ids,
 )
+from motet.models.stages.expert_counts import ExpertCounts
 from motet.models.stages.router_loss import RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context_attention import ContextParallel
@@ -44,6 +45,7 @@ from motet.parallel.context_sequence import (
     check_shared,
     context_sequence,
     num_rows,
+    reach_of,
     set_attention,
 )
 from motet.parallel.sequence_parallel import hand_on_shares
@@ -53,6 +55,10 @@ from motet.plan import ContextOptions, LayerRange
 
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
 """(encoder outputs, inputs) -> inputs; see `MultimodalModule`."""
+
+
+KNOWN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Of transformers' kinds of layers, those whose masks are rules of motet's."""
 
 
 class LanguageModelStage(CausalStage):
@@ -69,6 +75,7 @@ class LanguageModelStage(CausalStage):
             are packed.
         preprocess_callback: merges encoder outputs in the stage's stead, sample by sample.
         router_aux_loss: weight of the auxiliary loss of a mixture of experts, of which each stage has its part.
+        counts_experts: whether the tokens of each expert are counted.
     """
 
     def __init__(
@@ -81,10 +88,15 @@ class LanguageModelStage(CausalStage):
         media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
         router_aux_loss: float = 0.0,
+        counts_experts: bool = False,
     ) -> None:
+        counts = ExpertCounts(model) if counts_experts else None
         router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         super().__init__(name, model, layers)
         self._router_loss = router_loss if find_routers(model) else None
+        self.expert_counts = counts
+        """The tokens of each expert; None: they are not counted."""
+        self.observers += [counts] if counts is not None else []
         self.computes_loss = self.is_last or self._router_loss is not None
         """Whether its output has a loss."""
         if packing:
@@ -93,8 +105,8 @@ class LanguageModelStage(CausalStage):
         self._preprocess = preprocess_callback
         self.cross_attends = bool(cross_attention_layers(model))
         self._rules = attention_rules(model.config, media_attention)
-        self._windows = {self._rules[block].window for block in self.own_blocks}
-        """Sliding windows of the stage's blocks."""
+        self._reaches = {reach_of(self._rules[block]) for block in self.own_blocks}
+        """Sliding windows and chunks of the stage's blocks."""
         self._context: ContextParallel | None = None
         self._takes_share = False
         if media_attention != "causal":
@@ -117,13 +129,13 @@ class LanguageModelStage(CausalStage):
                 f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
                 "placeholder or prepend"
             )
-        unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_ATTENTION
         if unknown:
             raise UserError(
                 f"parallel: {self.name} has layers of {min(unknown)}, whose masks context parallelism and "
                 "media_attention do not know; use cp 1 and media_attention causal"
             )
-        method = "ulysses" if cp.options.method == "ulysses" else "context_parallel"
+        method = "ulysses" if cp.options.method in ("ulysses", "hybrid") else "context_parallel"
         check_feature(config, method, "use cp 1 and media_attention causal")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
@@ -157,7 +169,7 @@ class LanguageModelStage(CausalStage):
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
         context = self._share(samples, next(self.parameters()).device)
-        context.prepare(self._windows)
+        context.prepare(self._reaches)
         return context
 
     def _share(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
@@ -183,7 +195,9 @@ class LanguageModelStage(CausalStage):
         modules that read them, the hidden states of all tokens [sum of tokens, hidden_size], sample after sample."""
         sequences, context = self._sequences(inputs)
         rows, labels = self._labelled(inputs.features, sequences, context) if self.is_last else (None, None)
-        with nullcontext() if self._router_loss is None else self._router_loss.recording():
+        recording = nullcontext() if self._router_loss is None else self._router_loss.recording()
+        held = None if context is None else context.host_tokens.masked_fill(~context.host_held, -1)
+        with recording, self.observed(inputs.samples, sequences, held):
             states, logits = self._run(inputs, sequences, context, rows)
         parts = [] if logits is None or labels is None else [self.loss_sum(logits, labels)]
         shared = self._context is not None and self._context.size > 1

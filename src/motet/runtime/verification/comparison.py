@@ -19,11 +19,13 @@ docs/decisions/verification.md has the reasons.
 import math
 import statistics
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from motet.runtime.verification.flips import Flips
 
 FLOOR = 1e-3
 ROUNDING_MULTIPLE = 4.0
@@ -35,6 +37,10 @@ TOLERANCES = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2.0**-8}
 most, twice."""
 
 
+FLIPS = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.2}
+"""How far from a tie, relative to the spread of a token's scores, rounding may send it to another expert."""
+
+
 @dataclass(frozen=True)
 class LossAndGradients:
     loss: float
@@ -42,6 +48,8 @@ class LossAndGradients:
     """Whole gradients by parameter name."""
     unreached: Set[str] = frozenset()
     """Parameters that have no gradient because no sample reaches them; zeros stand in `gradients`."""
+    flips: Flips = field(default_factory=Flips)
+    """Of mixtures of experts: where it would have chosen other experts than the run."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,12 @@ class Comparison:
     failures: list[str]
     """Messages: parameters without gradient, with zeros where the reference has none, errors beyond the tolerance."""
     world_size: int
+    num_routed_tokens: int = 0
+    """Tokens of mixtures of experts, counted once for each mixture; the reference takes over the run's choices."""
+    num_flipped_tokens: int = 0
+    """Those for which the reference alone would have chosen other experts."""
+    worst_flip: float = 0.0
+    """How far from a tie, relative to the spread of a token's scores, the worst of these was."""
 
     def to_json(self) -> dict[str, object]:
         """Numbers that are infinite or none at all become null: JSON has no words for them."""
@@ -136,6 +150,12 @@ def compare(
     loss_error = _relative(abs(loss - reference.loss), abs(reference.loss))
     tolerance = TOLERANCES[dtype]
     failures += _beyond_tolerance(loss_error, errors, tolerance)
+    flips = reference.flips
+    if not flips.worst <= FLIPS[dtype]:
+        failures.append(
+            f"{flips.num_flipped} of {flips.num_routed} tokens of mixtures were sent to other experts than in the "
+            f"reference, one {flips.worst:.1e} of its scores' spread from a tie; rounding explains {FLIPS[dtype]:.0e}"
+        )
     if dtype == "float32" and _may_be_rounding(loss_error, errors, references, floors):
         failures.append(
             "float32: plain transformers is as far from itself in float64, or nearly, in each of these; "
@@ -166,6 +186,9 @@ def compare(
         unreached_parameters=unreached,
         failures=failures,
         world_size=world_size,
+        num_routed_tokens=flips.num_routed,
+        num_flipped_tokens=flips.num_flipped,
+        worst_flip=flips.worst,
     )
 
 

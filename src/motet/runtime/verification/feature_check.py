@@ -45,8 +45,8 @@ def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
             "leave it out of parallel.recompute",
         ),
         "split_backward": (plan.schedule in SPLIT_BACKWARDS, "use parallel.schedule 1f1b"),
-        "context_parallel": (bool(methods & {"all_gather", "ring"}), "use cp 1"),
-        "ulysses": ("ulysses" in methods, "use cp 1 or parallel.context.method all_gather"),
+        "context_parallel": (bool(methods & {"all_gather", "ring", "hybrid"}), "use cp 1"),
+        "ulysses": (bool(methods & {"ulysses", "hybrid"}), "use cp 1 or parallel.context.method all_gather"),
         "tensor_parallel": (any(stage.tp_size > 1 for stage in stages), "use tp 1"),
         "sequence_parallel": (
             module.sequence_parallel and any(stage.tp_size > 1 for stage in stages),

@@ -10,17 +10,20 @@ AdamW's first steps turn the sign of a small gradient into a whole step.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.config import RunConfig
+from motet.families.stored_weights import CORRECTION
 from motet.models.graph import ModuleNode
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
-from motet.runtime.assembly import build_optimizer, part_learning_rates
+from motet.runtime.assembly import build_optimizer, part_learning_rates, router_bias_update_rate
 from motet.runtime.engine import Engine
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.verification.verify import BuildReference, HeldBatch, collect_weights, load_weights
@@ -72,6 +75,13 @@ def compare_steps(
         for name, parameter in part.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and f"{module}.{name}" in before
     }
+    if router_bias_update_rate(config):
+        trained |= {
+            f"{module}.{name}": buffer
+            for module, part in modules.items()
+            for name, buffer in part.named_buffers()
+            if f"{module}.{name}" in before and name.endswith(CORRECTION)
+        }
     errors = _errors(before, after, trained)
     worst = max(errors, key=errors.__getitem__, default="")
     return StepsComparison(len(batches), plain_losses, losses, errors[worst] if worst else math.inf, worst, len(errors))
@@ -83,6 +93,7 @@ def _step(engine: Engine, optimizer: Optimizer, config: RunConfig, batch: Batch,
     if config.train.clip_grad_norm:
         engine.model.clip_gradients(result.gradient_norm, config.train.clip_grad_norm)
     optimizer.step(finished_steps)
+    engine.router_corrections.update()
     optimizer.exchange()
     engine.model.after_update()
     return result.loss
@@ -95,7 +106,7 @@ def _plain_loop(
     batches: Sequence[Batch],
     factor: Callable[[int], float],
 ) -> list[float]:
-    train, rates = config.train, part_learning_rates(config)
+    train, rates, rate = config.train, part_learning_rates(config), router_bias_update_rate(config)
     groups, trained = [], []
     for name, module in modules.items():
         for key, parameter in module.named_parameters():
@@ -108,15 +119,37 @@ def _plain_loop(
     losses = []
     for number, batch in enumerate(batches):
         optimizer.zero_grad()
-        loss = reference_loss(nodes, HeldBatch(batch, modules), draw_key=(0, number))
+        with _choices_of_routers(modules) as choices:
+            loss = reference_loss(nodes, HeldBatch(batch, modules), draw_key=(0, number))
         loss.backward()
         if train.clip_grad_norm:
             torch.nn.utils.clip_grad_norm_(trained, train.clip_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor(number)
         optimizer.step()
+        for router, chosen in choices.items() if rate else ():
+            correction = getattr(router, CORRECTION)
+            counts = torch.bincount(torch.cat(chosen).flatten(), minlength=len(correction))
+            correction += rate * torch.sign(counts.sum() - len(correction) * counts).to(correction)
         losses.append(loss.item())
     return losses
+
+
+@contextmanager
+def _choices_of_routers(modules: Mapping[str, nn.Module]) -> Iterator[dict[nn.Module, list[Tensor]]]:
+    """Records the experts that each router with a correction chooses: the integers among its outputs."""
+    choices: dict[nn.Module, list[Tensor]] = {}
+
+    def record(router: nn.Module, args: Any, outputs: Sequence[Tensor]) -> None:
+        choices.setdefault(router, []).extend(output for output in outputs if not output.is_floating_point())
+
+    routers = [part for module in modules.values() for part in module.modules() if hasattr(part, CORRECTION)]
+    hooks = [router.register_forward_hook(record) for router in routers]
+    try:
+        yield choices
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _errors(

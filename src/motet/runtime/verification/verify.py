@@ -12,15 +12,16 @@ differ). Dropout must be off.
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.devices import communication_device
+from motet.devices import barrier, communication_device
 from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
-from motet.models.graph import ModuleNode
+from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
@@ -30,6 +31,7 @@ from motet.runtime.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
+from motet.runtime.verification.routing import Choices, collect_routing, recorded_routing, replayed_routing
 
 Versions = dict[str, list[Tensor]]
 """Versions of each parameter's tensor that ranks hold, by name; one version if all ranks agree."""
@@ -111,7 +113,9 @@ def verify_batch(
     """
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
-    result = engine.run(batch, seed=DRAW_KEY)
+    with recorded_routing(engine.model.modules(), batch) as records:
+        result = engine.run(batch, seed=DRAW_KEY)
+    routing = collect_routing(records)
     gradients = collect_gradients(engine.model)
     comparison = None
     if gradients is not None and weights is not None:
@@ -123,9 +127,12 @@ def verify_batch(
             batch,
             dtype=dtype,
             contrastive_batch_size=contrastive_batch_size,
+            routing={} if routing is None else routing.choices,
         )
         comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
-    dist.barrier()
+        if routing is not None and routing.disagreements:
+            comparison = replace(comparison, passed=False, failures=[*comparison.failures, *routing.disagreements])
+    barrier()
     return comparison
 
 
@@ -136,9 +143,10 @@ def run_references(
     *,
     dtype: str,
     contrastive_batch_size: int | None = None,
+    routing: Choices | None = None,
 ) -> References:
     """Fills plainly built modules with `weights` (names as in the whole model) and takes loss and gradients of the
-    batch, in the run's dtype and in float64.
+    batch, in the run's dtype and in float64. `routing`: of mixtures of experts, which the references take over.
 
     Raises `ValueError` if the weights are not exactly theirs."""
     modules: dict[str, nn.Module] = {name: nn.ModuleDict(node.parts) for name, node in nodes.items()}
@@ -149,11 +157,14 @@ def run_references(
     if dtype == "bfloat16":
         held = held.to(torch.bfloat16)
 
+    models = list({id(model): model for node in nodes.values() if (model := plain_model(node)) is not None}.values())
+
     def run(batch: Batch) -> LossAndGradients:
-        loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
+        with replayed_routing(models, routing or {}) as flips:
+            loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), *take_gradients(modules, weights))
+        return LossAndGradients(loss.item(), *take_gradients(modules, weights), flips)
 
     plain = run(held)
     if dtype == "float64":
@@ -171,6 +182,14 @@ def run_references(
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
     with float64_throughout():
         return References(plain, run(held.to(torch.float64)))
+
+
+def plain_model(node: ModuleNode) -> nn.Module | None:
+    """The transformers model that a language model is, or is in."""
+    if isinstance(node, CompositeNode):
+        model: nn.Module = node.model
+        return model
+    return node.parts["module"] if isinstance(node, LanguageModelNode) else None
 
 
 def load_weights(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
