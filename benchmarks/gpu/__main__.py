@@ -129,10 +129,17 @@ def summary(results: Sequence[dict[str, Any]], *, rehearsal: bool) -> str:
     for result in results:
         verdict = "ok" if result["ok"] else "time limit" if result["timed_out"] else f"failed ({result['code']})"
         found = result["result"] or {}
-        figures = [f"{key} {_short(value)}" for key, value in found.items() if isinstance(value, (int, float, str))]
-        lines.append(f"| {result['step']} | {verdict} | {result['seconds']} | {', '.join(figures[:12])} |")
+        lines.append(f"| {result['step']} | {verdict} | {result['seconds']} | {_figures(found)} |")
+        for name, part in found.items():
+            if result["step"] == "measure" and isinstance(part, dict):
+                lines.append(f"| {name} | {'failed' if 'error' in part else ''} | | {_figures(part)} |")
     num_ok = sum(result["ok"] for result in results)
     return "\n".join([*lines, "", f"{num_ok} of {len(results)} steps succeeded."]) + "\n"
+
+
+def _figures(found: dict[str, Any]) -> str:
+    shown = [f"{key} {_short(value)}" for key, value in found.items() if isinstance(value, (int, float, str))]
+    return ", ".join(shown[:12])
 
 
 def _short(value: float | str) -> str:
