@@ -7,6 +7,8 @@ READY := $(VENV)/ready
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start many processes, which should not compile the same modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Few tests at a time to each worker, as slow ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4

@@ -17,7 +17,8 @@ DEVICE = torch.device(os.environ.get("MOTET_TEST_DEVICE", "cpu"))
 DTYPES = [torch.float64] if DEVICE.type == "cpu" else [torch.float64, torch.bfloat16]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+def dense(inputs: list[Tensor], window: int | None, scale: float) -> Tensor:
+    query, key, value = inputs
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     place = torch.arange(len(sample))
     distance = place[:, None] - place[None]
@@ -36,11 +37,12 @@ def test_equals_dense_attention(key_heads: int, window: int | None, dtype: torch
     shapes = [(1, heads, sum(LENGTHS), 16) for heads in (4, key_heads, key_heads)]
     inputs = [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
     row = PackedRow(LENGTHS, DEVICE)
+    query, key, value = inputs
     out, _ = packed_attention(
-        nn.Identity(), *inputs, attention_mask=None, scaling=0.3, sliding_window=window, context=row
+        nn.Identity(), query, key, value, attention_mask=None, scaling=0.3, sliding_window=window, context=row
     )
     exact = [tensor.detach().to(torch.float64).requires_grad_() for tensor in inputs]
-    expected = dense(*exact, window, 0.3)
+    expected = dense(exact, window, 0.3)
     weights = torch.randn(out.shape).to(DEVICE)
     found = torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)
     wanted = torch.autograd.grad((expected * weights).sum(), exact)

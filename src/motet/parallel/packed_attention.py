@@ -87,7 +87,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: in
     longest = max(row.lengths)
     before = -1 if window is None or window >= longest else window - 1
     out = attend(*rows, row.starts, row.starts, longest, longest, scale=scale, window_size=(before, 0))
-    return out[None]  # type: ignore[no-any-return]
+    return out[None]
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None, scale: float) -> Tensor:

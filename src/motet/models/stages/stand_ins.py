@@ -169,8 +169,9 @@ class _Place(NamedTuple):
 def _enter_and_leave(block: nn.Module, place: _Place) -> None:
     """Puts in what was received, where no block before the stage's own was called, and leaves the forward behind the
     last one. Around the block's whole call: hooks and recomputation are inside."""
+    block_class: Any = type(block)
     block.motet_place = place  # type: ignore[assignment]
-    block.__class__ = _class_with_place(type(block))
+    block.__class__ = _class_with_place(block_class)
 
 
 @cache
