@@ -64,7 +64,7 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     on_device = (("MOTET_TEST_DEVICE", device), ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"))
     ranks = "tests/gpu/test_ranks_on_one_gpu.py"
     tiny = ("--tiny",) if rehearsal else ()
-    kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "4")
+    kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "6")
     shapes = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
     shapes = shapes if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
     reports = (("MOTET_REPORTS", str(output.parent)),)
@@ -79,10 +79,10 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
         Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
         Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
-        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 270, alone=True),
-        Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 60, on_device),
-        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
+        Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 90, on_device),
+        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 150, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
     ]
 
 
