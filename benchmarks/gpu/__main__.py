@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.steps import ROOT, Step, python_command, steps
-from motet.cluster import available_cores
 
 LIST_S = 540
 """Seconds for a list of steps."""
+CORES = 4
+"""Of a step that runs beside others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,14 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = steps(num_gpus, rehearsal=rehearsal, output=folder / "runs")
     chosen = [step for step in planned if not args.only or step.name in args.only]
     results: list[dict[str, Any]] = []
+    cores = sorted(os.sched_getaffinity(0))
+    # Steps side by side have their own cores, or each of them would start threads for all.
+    shares = [cores[first : first + CORES] for first in range(0, max(1, len(cores) - CORES + 1), CORES)]
     ends_at = float("inf") if rehearsal else time.monotonic() + args.seconds * (2 if num_gpus > 1 else 1)
-    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 2)) as pool:
+    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(len(shares)) as pool:
 
         def do(number: int, step: Step) -> None:
             print(f"{step.name} ...", file=sys.stderr, flush=True)
             step = replace(step, limit_s=min(step.limit_s, max(1.0, ends_at - time.monotonic())))
-            result = run(step, folder / f"{number:02d}-{step.name.replace(' ', '-').replace(',', '')}.log")
+            log = folder / f"{number:02d}-{step.name.replace(' ', '-').replace(',', '')}.log"
             with one_at_a_time:
+                own = cores if step.alone else shares.pop()
+            result = run(step, log, own)
+            with one_at_a_time:
+                if not step.alone:
+                    shares.append(own)
                 results.append(result)
                 lines.write(json.dumps(result) + "\n")
                 lines.flush()
@@ -76,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not all(result["ok"] for result in results))
 
 
-def run(step: Step, log: Path) -> dict[str, Any]:
-    """Runs a step in a process group of its own, which ends at the time limit. `log`: takes its output."""
+def run(step: Step, log: Path, cores: Sequence[int]) -> dict[str, Any]:
+    """Runs a step on these cores in a process group of its own, which ends at the time limit. `log`: takes its
+    output."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | dict(step.environment)
     started = time.monotonic()
@@ -87,6 +97,7 @@ def run(step: Step, log: Path) -> dict[str, Any]:
             python_command(step), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=output, text=True,
             start_new_session=True,
         )  # fmt: skip
+        os.sched_setaffinity(process.pid, cores)
         try:
             out, _ = process.communicate(timeout=step.limit_s)
         except subprocess.TimeoutExpired:

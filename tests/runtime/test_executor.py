@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -164,6 +165,21 @@ def test_a_watchdog_is_quiet_until_the_time_has_come(monkeypatch: pytest.MonkeyP
     watchdog.watch_until(time.monotonic())
     assert aborted.wait(20.0)
     assert watchdog.said == "rank 7 is late; the time of the step is over (train.step_timeout_s)"
+
+
+def test_a_watchdog_keeps_nothing_alive() -> None:
+    """Not the executor, and with it the model, of a training that has ended."""
+
+    class Owner:
+        def describe(self) -> str:
+            return "rank 7 is late"
+
+    owner = Owner()
+    watchdog, is_alive = Watchdog(owner.describe), weakref.ref(owner)
+    watchdog.watch_until(time.monotonic() + 1000.0)
+    watchdog.watch_until(float("inf"))
+    del owner, watchdog
+    wait_until(lambda: is_alive() is None)
 
 
 def test_a_tensor_parallel_member_that_does_not_come(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ class Deadline:
 
 
 class Watchdog:
-    """A thread that speaks up and aborts all communicators when a time has come."""
+    """A thread that speaks up and aborts all communicators when a time has come.
+
+    It runs only while there is a time, so that it keeps nothing alive of a training that has ended."""
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe = describe
@@ -128,14 +130,17 @@ class Watchdog:
         with self._changed:
             self._ends_at = ends_at
             self._changed.notify()
-        if self._thread is None and ends_at != float("inf"):
-            self._thread = threading.Thread(target=self._watch, name="motet-watchdog", daemon=True)
-            self._thread.start()
+            if self._thread is None and ends_at != float("inf"):
+                self._thread = threading.Thread(target=self._watch, name="motet-watchdog", daemon=True)
+                self._thread.start()
 
     def _watch(self) -> None:
         with self._changed:
             while (left_s := self._ends_at - time.monotonic()) > 0:
-                self._changed.wait(None if left_s == float("inf") else left_s)
+                if left_s == float("inf"):
+                    self._thread = None
+                    return
+                self._changed.wait(left_s)
         self.said = f"{self._describe()}; the time of the step is over (train.step_timeout_s)"
         print(f"motet: {self.said}; aborting its communicators", file=sys.stderr, flush=True)
         abort_communicators()
