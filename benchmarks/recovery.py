@@ -194,6 +194,7 @@ class Training:
         while not is_over():
             if time.monotonic() > ends_at or self._process.poll() is not None:
                 told = (self._metrics.parents[1] / "stderr").read_text()
+                self.end()
                 raise SystemExit(f"{what} did not come; the training said:\n{told[-3000:]}")
             time.sleep(0.005)
 

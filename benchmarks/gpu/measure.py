@@ -31,9 +31,6 @@ VARIANTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "packed": partial(speed, packing=True),
     "one step, packed": one_step,
     "packed, blocks recomputed": partial(speed, packing=True, recompute="blocks"),
-    "packed, attention recomputed": partial(speed, packing=True, recompute="attention"),
-    "packed, activations offloaded": partial(speed, packing=True, recompute="offload"),
-    "packed, one mask": partial(speed, packing=True, packed_attention="sdpa"),
     "predicted": predicted_and_measured,
     "packed, compiled": partial(speed, packing=True, compiles=True),
 }

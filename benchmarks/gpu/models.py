@@ -48,7 +48,7 @@ def run_config(
     recompute: str | None = None,
     compiles: bool = False,
     dp: int = 1,
-    steps: int = 8,
+    steps: int = 6,
     costs: Path | None = None,
 ) -> RunConfig:
     """Everything on each rank.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_problem import sample, small_problem
+from small_problem import TEXT, sample, small_problem
 
 from motet.api import read_samples
 from motet.attention.kernels.backends import check_backend
@@ -14,8 +14,10 @@ from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
+from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions
 from motet.planner.auto import own_layouts
+from motet.planner.context_methods import context_variants
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
@@ -56,6 +58,30 @@ def test_it_is_chosen_where_one_long_sequence_is_all_there_is():
     without = choose(text_problem(words=131072, num_samples=1, tp_sizes=(1, 2), allowed=(1,)))
     assert choice.evaluation.iteration_time_s < 0.7 * without.evaluation.iteration_time_s
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
+
+
+def test_tokens_are_traded_for_heads_where_that_sends_less():
+    """Without grouped heads a group of four sends half as much; with two heads of keys it cannot trade."""
+    grouped = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
+    workload = module_workload({**TEXT, "num_key_value_heads": 4})
+    module = replace(grouped.modules[LM], workload=workload)
+    table = analytic_table({LM: workload}, grouped.cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1,))
+    problem = replace(grouped, modules={LM: module}, table=table)
+    plan = choose(problem).evaluation.plan
+    assert plan.modules[LM].context.method == "ulysses"
+    gathered = replace(plan, modules={LM: replace(plan.modules[LM], context=ContextOptions())})
+    assert evaluate(problem, plan).iteration_time_s < evaluate(problem, gathered).iteration_time_s
+    assert choose(grouped).evaluation.plan.modules[LM].context.method == "all_gather"
+
+
+def test_hybrid_plans_trade_within_nodes():
+    problem = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
+    two_nodes = replace(problem, cluster=replace(problem.cluster, devices_per_node=2))
+    plan = layout_plan(two_nodes, next(iter(own_layouts(two_nodes, ("1f1b",)))))
+    (hybrid,) = context_variants(two_nodes, plan)
+    context = hybrid.modules[LM].context
+    assert (context.method, context.ulysses_size) == ("hybrid", 2)
+    assert evaluate(two_nodes, hybrid).iteration_time_s > 0
 
 
 def test_it_is_not_where_there_are_many_short_ones():

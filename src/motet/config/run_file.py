@@ -142,6 +142,9 @@ class FailuresConfig(Section):
     replace_stragglers_after_s: PositiveNumber | None = None
     """Seconds for which a rank must have been slow until its node leaves and a spare takes its place, if there is one;
     null: it stays."""
+    copy_every: Count | None = None
+    """Steps after which each node copies its state into the memory of the next one, so that a plan with one pipeline
+    goes on without a checkpoint when a spare takes a lost node's place; null: never."""
     stop_below_guarantee: bool = False
     """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
     restarts: CountOrNever = 3

@@ -12,7 +12,8 @@ layers under all variants (`motet.planner.variants`); the named planners then on
 families of layouts are searched under the variants of the fastest chains.
 
 Then `auto` tries the fastest few that do not fit with parameters that their replicas share
-(`motet.planner.sharing`), the best few under other schedules, the best and the fastest that does not fit with sequence
+(`motet.planner.sharing`), the best few with tokens traded for heads (`motet.planner.context_methods`) and under other
+schedules, the best and the fastest that does not fit with sequence
 parallelism, and the best under balanced assignments. Plans that fit go before plans that are fast. If none fits, and
 the user has fixed these options, it searches again under options that save memory, the least intrusive first. It takes
 the plan of the first that fits. The options are the user's, so the plan then does not fit as it is, and the report's
@@ -54,6 +55,7 @@ from typing import NamedTuple
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
+from motet.planner.context_methods import context_variants
 from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.ending import Progress, silent, until
@@ -555,6 +557,9 @@ class _Search:
         self.add(
             [found for each in _best(self.evaluations) for found in _sequence_parallel(each)], "sequence parallelism"
         )
+        for each in _best(self.evaluations):
+            variants = context_variants(each.problem, each.plan)
+            self.add([evaluate(each.problem, plan) for plan in variants], "tokens traded for heads")
         self.add(_rescheduled(_best(self.evaluations), self.schedules), "another schedule")
         best = min(self.evaluations, key=rank)
         self.add(_sequence_parallel(best), "sequence parallelism")

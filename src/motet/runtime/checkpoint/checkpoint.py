@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -177,14 +177,17 @@ def load_weights(checkpoint: Path, model: LocalModel) -> None:
 
 
 def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> None:
-    """Loads a checkpoint into optimizer states that exist. Collective."""
-    wanted = dict(_tensors_to_load(model, optimizer))
-    _check_model(checkpoint, wanted)
+    """Loads a checkpoint into optimizer states that exist. Collective. Buffers that it lacks, as old ones do, stay as
+    they are."""
+    stored = on_first_rank(Shapes, lambda: _stored_shapes(checkpoint))
+    buffers = {MODEL + p.name for p in model.parameters if not isinstance(p.parameter, nn.Parameter)}
+    wanted = {n: tensor for n, tensor in _tensors_to_load(model, optimizer) if n in stored or n not in buffers}
+    _check_model(checkpoint, stored, wanted)
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
     states = optimizer.states()
     with torch.no_grad():
         for p in model.parameters:
-            if not p.is_kept:
+            if not p.is_kept or MODEL + p.name not in wanted:
                 continue
             values = p.cut(wanted[MODEL + p.name])
             p.parameter.copy_(values)
@@ -231,9 +234,8 @@ def _tensors_to_load(model: LocalModel, optimizer: OptimizerStates) -> Iterator[
             yield f"{OPTIMIZER}{key}/{p.name}", torch.empty(shape, dtype=value.dtype)
 
 
-def _check_model(checkpoint: Path, wanted: dict[str, Tensor]) -> None:
+def _check_model(checkpoint: Path, stored: Shapes, wanted: dict[str, Tensor]) -> None:
     """Checks that the checkpoint holds exactly the tensors that all ranks together load, in the same shapes."""
-    stored = on_first_rank(Shapes, lambda: _stored_shapes(checkpoint))
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     on_every_rank(None, lambda: _check_shapes(checkpoint, stored, shapes))
     names = on_every_rank(list[str], lambda: [name for name in wanted if name.startswith(MODEL)])
