@@ -160,7 +160,7 @@ def _check_sharing(model: Any) -> None:
 class _Place(NamedTuple):
     """The place of one of the stage's blocks."""
 
-    index: int
+    number: int
     handover: Handover
     leaves: bool
     """Its output leaves the stage."""
@@ -179,13 +179,13 @@ def _class_with_place(block_class: Any) -> type[nn.Module]:
     """One class for all blocks of a class: `torch.compile` makes code for each."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        index, handover, leaves = self.motet_place
+        number, handover, leaves = self.motet_place
         found = arguments(args, kwargs)
         if handover.received is not None:
             if not handover.is_passed_on:
                 found[hidden_key(found)] = handover.received
             handover.received = None
-        handover.read(index, found)
+        handover.read(number, found)
         args = tuple(found.pop(place) for place in range(len(args)))
         output = block_class.__call__(self, *args, **found)
         if leaves:
