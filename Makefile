@@ -7,6 +7,8 @@ READY := $(VENV)/ready
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start many processes, which should not compile the same modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Few tests at a time to each worker, as slow ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4
@@ -28,7 +30,7 @@ campaigns: $(READY)  ## Whole products and many draws of what `make test` sample
 	$(PYTEST) -m "hypothesis and not campaign" --hypothesis-profile draws
 
 chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
-	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_lost_machine.py tests/resilience/test_cut_link.py
+	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_wild_chaos.py tests/resilience/test_cut_link.py
 
 gpu: $(READY)  ## Everything that needs a GPU, into the folder GPU_REPORT; GPU_REHEARSAL=1 runs it on CPUs in small sizes.
 	@$(BIN)/python -m benchmarks.gpu

@@ -279,8 +279,8 @@ BUGS = (
     ),
     Bug(
         "dropout is the same in every step",
-        "result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))",
-        "result = engine.run(batch, seed=(self.settings.seed, 0))",
+        "started = engine.start(batch, seed=(self.settings.seed, number - 1))",
+        "started = engine.start(batch, seed=(self.settings.seed, 0))",
         ("test_trainer",),
         "own_dropout",
     ),

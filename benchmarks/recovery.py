@@ -1,9 +1,10 @@
 """Time from a kill to the next finished iteration: survivors that go on, against starting again from a checkpoint.
 
 The demo's model on six processes: three nodes of two processes, each a pipeline. In every round one process of a
-running training is killed (-9) and the time is taken until a step is finished that was not when it died. Then, with
-everything that is read still in the page cache:
+running training is killed (-9) and the time is taken until a step is finished that was not when it died; then a node's
+agent is stopped (SIGSTOP), and the same is taken. Then, with all that is read still in the page cache:
 
+* spare: nodes and a spare have joined a process that listens; a process is killed, and the spare takes its place;
 * restart: the whole command is ended (-9) and run again with `train.resume: latest`, as a scheduler would;
 * warm restart: a process of each pipeline is killed, so that `motet train` starts all nodes anew by itself, from the
   checkpoint, in processes that are forked with everything imported.
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,13 @@ def main() -> None:
     parser.add_argument("--seed", default="6")
     arguments = parser.parse_args()
     rng = Random(arguments.seed)
-    times: dict[str, list[float]] = {"survivors go on": [], "warm restart": [], "restart": []}
+    times: dict[str, list[float]] = {
+        "survivors go on": [],
+        "silent node": [],
+        "spare": [],
+        "warm restart": [],
+        "restart": [],
+    }
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for what, seconds in measure_round(Path(folder), rng).items():
@@ -53,6 +61,8 @@ def measure_round(folder: Path, rng: Random) -> dict[str, float]:
     run.wait_for_step(6)
     times = {"survivors go on": run.kill_and_wait(lambda: [rng.choice(run.processes())])}
     run.wait_for_step(run.last_step() + 4)
+    times["silent node"] = run.kill_and_wait(lambda: [rng.choice(run.agents())], signal.SIGSTOP)
+    run.wait_for_step(run.last_step() + 4)
     times["warm restart"] = run.kill_and_wait(lambda: [processes[0] for processes in run.processes_of_agents()])
     run.wait_for_step(run.last_step() + 4)
     started = time.monotonic()
@@ -65,13 +75,28 @@ def measure_round(folder: Path, rng: Random) -> dict[str, float]:
     )
     times["restart"] = time.monotonic() - started
     again.end()
+    times["spare"] = measure_spare(folder / "joined", rng)
     return times
 
 
-class Training:
-    """`motet train` as a user runs it, in an output folder."""
+def measure_spare(folder: Path, rng: Random) -> float:
+    folder.mkdir()
+    run = Training(folder, failures={"tolerate": 1}, address=f"127.0.0.1:{_free_port()}")
+    run.wait_for_step(6)
+    run.join()
+    run.wait_until(lambda: bool(run.memberships()), "the spare")
+    run.wait_for_step(run.last_step() + 4)
+    seconds = run.kill_and_wait(lambda: [rng.choice(run.processes_of_joined(NUM_NODES))])
+    run.end()
+    return seconds
 
-    def __init__(self, folder: Path, *, failures: dict[str, object] | None, resume: bool = False) -> None:
+
+class Training:
+    """`motet train` as a user runs it, in an output folder. `address`: where nodes join; None: it starts them."""
+
+    def __init__(
+        self, folder: Path, *, failures: dict[str, object] | None, resume: bool = False, address: str | None = None
+    ) -> None:
         self._metrics, self._log = folder / "out" / "metrics.jsonl", folder / "out" / "failures.jsonl"
         self._started = time.time()
         values = yaml.safe_load(EXAMPLE.read_text())
@@ -92,10 +117,30 @@ class Training:
         }
         run_file = folder / ("again.yaml" if resume else "run.yaml")
         run_file.write_text(yaml.safe_dump(values))
-        command = [sys.executable, "-m", "motet.cli.main", "train", str(run_file)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._run_file, self._address = run_file, address
         self._output = (folder / "stderr").open("a")
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._output, env=environment)
+        self._joined: list[subprocess.Popen[bytes]] = []
+        self._process = self._start() if address is None else self._start("--listen", address)
+        if address is not None:
+            self.wait_until(lambda: "waiting for" in (folder / "stderr").read_text(), "the store")
+            for _ in range(NUM_NODES):
+                self.join()
+
+    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "motet.cli.main", "train", str(self._run_file), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOTET_RUN_SECRET": "a secret of this benchmark"}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._output, env=environment)
+
+    def join(self) -> None:
+        assert self._address is not None
+        self._joined.append(self._start("--join", self._address))
+
+    def processes_of_joined(self, number: int) -> list[int]:
+        """Of the first nodes."""
+        return [process for node in self._joined[:number] for process in _children(node.pid)]
+
+    def agents(self) -> list[int]:
+        return [child for child in _children(self._process.pid) if _children(child)]
 
     def last_step(self) -> int:
         return max((line["step"] for line in _lines(self._metrics)), default=0)
@@ -110,17 +155,17 @@ class Training:
     def processes(self) -> list[int]:
         return [process for processes in self.processes_of_agents() for process in processes]
 
-    def kill_and_wait(self, victims: Callable[[], list[int]]) -> float:
+    def kill_and_wait(self, victims: Callable[[], list[int]], number: int = signal.SIGKILL) -> float:
         """Seconds until a step is finished under the next membership."""
         chosen = victims()
-        failures, last, started = len(self._memberships()), self.last_step(), time.monotonic()
+        failures, last, started = len(self.memberships()), self.last_step(), time.monotonic()
         killed_at = time.time()
         for victim in chosen:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, number)
 
         def is_over() -> bool:
             if len(chosen) == 1:
-                lines = self._memberships()
+                lines = self.memberships()
                 return len(lines) > failures and self.last_step() >= lines[-1]["step"]
             # Everything was started anew, so the metrics begin behind the checkpoint.
             return self._restarted_since(killed_at, last)
@@ -137,7 +182,7 @@ class Training:
         checkpoint = told.rpartition("going on from ")[2].partition("\n")[0].partition(",")[0]
         return self.last_step() > int(checkpoint.rpartition("step_")[2])
 
-    def _memberships(self) -> list[dict[str, int]]:
+    def memberships(self) -> list[dict[str, int]]:
         """The lines of the failure log that tell of a recovery; others name slow ranks."""
         return [line for line in _lines(self._log) if "generation" in line]
 
@@ -149,13 +194,20 @@ class Training:
         while not is_over():
             if time.monotonic() > ends_at or self._process.poll() is not None:
                 told = (self._metrics.parents[1] / "stderr").read_text()
+                self.end()
                 raise SystemExit(f"{what} did not come; the training said:\n{told[-3000:]}")
             time.sleep(0.005)
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        for process in (*self._joined, self._process):
+            process.kill()
+            process.wait()
         self._output.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _lines(path: Path) -> list[dict[str, int]]:

@@ -33,6 +33,9 @@ from hypothesis import HealthCheck, settings
 
 import motet  # noqa: F401 (before tests import transformers: it makes torchvision's wheels importable without CUDA)
 
+# What is imported while tests are collected is never garbage, and to search it again and again takes seconds.
+gc.disable()
+
 # Tests count operations, never seconds: machines may be loaded, and a slow draw is none that is wrong.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples in every run: what fails fails again. `make campaigns` draws others.
@@ -42,6 +45,11 @@ settings.load_profile("motet")
 
 # What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -126,6 +126,11 @@ def _types_in(annotation: Any) -> list[Any]:
         ("parallel.explicit={vision: {}, language_model: {}}", "parallel.planner: is 'cornstarch', so explicit"),
         ("parallel.planner=explicit", "parallel.explicit: is empty"),
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no language_model"),
+        (
+            "parallel.recompute=['vision:half']",
+            "parallel.recompute: vision has the kind 'half'; give blocks, attention",
+        ),
+        ("parallel.recompute=[vision, 'vision:offload']", "parallel.recompute: vision is listed twice; give it once"),
         ("parallel.recompute=[audio]", "parallel.recompute: there is no module 'audio'; the model has vision"),
         (
             "parallel={planner: explicit, explicit: {vision: {pp: 2, layers_per_stage: [3]}, language_model: {}}}",

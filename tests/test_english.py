@@ -3,10 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import ROOT, statements, text_of
 
 BANNED = {
     r"\bundercuts?\b": "a lower bound",
@@ -45,6 +46,7 @@ BANNED = {
 FOLDERS = ("src", "docs", "papers", "examples")
 
 
+@cache
 def texts() -> list[Path]:
     """Sources and pages that are kept current; dated reports and the changelog are not."""
     found = [
@@ -54,17 +56,21 @@ def texts() -> list[Path]:
     return sorted(found)
 
 
+@cache
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def uses(pattern: str, text: str) -> list[int]:
     """Numbers of the lines that use a banned phrase, which may run over the end of a line."""
-    joined = re.sub(r"\s+", " ", text) if " " in pattern else text
-    if not re.search(pattern, joined):
+    if not re.search(pattern, on_one_line(text) if " " in pattern else text):
         return []
     return [i for i, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)] or [0]
 
 
 @pytest.mark.parametrize("pattern", BANNED)
 def test_banned_phrases_are_not_used(pattern: str) -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in uses(pattern, path.read_text())]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in uses(pattern, text_of(path))]
     assert found == [], f"write instead: {BANNED[pattern]}"
 
 
@@ -79,12 +85,10 @@ CLEAN = (
 
 def documentation(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, also of those below fields and constants."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield statement.lineno, value.value.strip()
+    for statement in statements(ast.parse(text_of(path)).body):
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield statement.lineno, value.value.strip()
 
 
 @pytest.mark.parametrize("folder", CLEAN)

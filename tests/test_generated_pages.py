@@ -2,11 +2,12 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
-from checkout import ROOT
+from checkout import ROOT, text_of
 
 from docs.generate import PAGES, api, map
 
@@ -14,12 +15,13 @@ MAP = (ROOT / "docs" / "map.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(\S+?)` \| `(\w+)` \|$", MAP.partition(map.MARKER)[0], re.M)
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """What a file defines at its top level."""
     if path.suffix == ".yaml":
         return set(yaml.safe_load(path.read_text()))
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(text_of(path)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):

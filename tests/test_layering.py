@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import ROOT, statements, text_of
 
 ROOMS = (
     "errors",
@@ -47,7 +47,7 @@ SOURCE = ROOT / "src" / "motet"
 def imports(path: Path) -> list[tuple[int, str, tuple[str, ...]]]:
     """Line, module and names of every import of motet's in a file, those inside functions included."""
     found: list[tuple[int, str, tuple[str, ...]]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(text_of(path)).body):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("motet", "papers"):
             found.append((node.lineno, node.module, tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.Import):

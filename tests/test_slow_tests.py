@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import slow_tests
-
-ROOT = Path(__file__).parents[1]
+from checkout import ROOT, text_of
 
 
 @cache
 def functions_of(file: Path) -> frozenset[str]:
     """Test functions of a file, those of a class as `Class::function`."""
     found = set()
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse(text_of(file)).body:
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.ClassDef):
@@ -35,7 +34,7 @@ def test_every_line_names_a_test() -> None:
 
 def test_no_test_is_marked_by_hand() -> None:
     marker = "mark." + "slow"
-    marked = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("*.py") if marker in file.read_text()]
+    marked = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("*.py") if marker in text_of(file)]
     assert marked == ["tests/conftest.py"], "tests/slow.txt lists slow tests"
 
 

@@ -34,6 +34,7 @@ LIST_S = 540
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of steps")
+    parser.add_argument("--seconds", type=float, default=LIST_S, help="for a list of steps; what is left is cut off")
     args = parser.parse_args(arguments)
     rehearsal = os.environ.get("GPU_REHEARSAL", "") not in ("", "0")
     num_gpus = 2 if rehearsal else torch.cuda.device_count()
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = steps(num_gpus, rehearsal=rehearsal, output=folder / "runs")
     chosen = [step for step in planned if not args.only or step.name in args.only]
     results: list[dict[str, Any]] = []
-    ends_at = float("inf") if rehearsal else time.monotonic() + LIST_S * (2 if num_gpus > 1 else 1)
-    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 4)) as pool:
+    ends_at = float("inf") if rehearsal else time.monotonic() + args.seconds * (2 if num_gpus > 1 else 1)
+    with (folder / "steps.jsonl").open("w") as lines, ThreadPoolExecutor(max(1, available_cores() // 2)) as pool:
 
         def do(number: int, step: Step) -> None:
             print(f"{step.name} ...", file=sys.stderr, flush=True)
@@ -129,10 +130,17 @@ def summary(results: Sequence[dict[str, Any]], *, rehearsal: bool) -> str:
     for result in results:
         verdict = "ok" if result["ok"] else "time limit" if result["timed_out"] else f"failed ({result['code']})"
         found = result["result"] or {}
-        figures = [f"{key} {_short(value)}" for key, value in found.items() if isinstance(value, (int, float, str))]
-        lines.append(f"| {result['step']} | {verdict} | {result['seconds']} | {', '.join(figures[:12])} |")
+        lines.append(f"| {result['step']} | {verdict} | {result['seconds']} | {_figures(found)} |")
+        for name, part in found.items():
+            if result["step"] in ("measure", "stage variants") and isinstance(part, dict):
+                lines.append(f"| {name} | {'failed' if 'error' in part else ''} | | {_figures(part)} |")
     num_ok = sum(result["ok"] for result in results)
     return "\n".join([*lines, "", f"{num_ok} of {len(results)} steps succeeded."]) + "\n"
+
+
+def _figures(found: dict[str, Any]) -> str:
+    shown = [f"{key} {_short(value)}" for key, value in found.items() if isinstance(value, (int, float, str))]
+    return ", ".join(shown[:12])
 
 
 def _short(value: float | str) -> str:

@@ -44,16 +44,20 @@ def run_config(
     weights: Path | None = None,
     tiny: bool,
     packing: bool = False,
+    packed_attention: str = "auto",
     recompute: str | None = None,
+    compiles: bool = False,
     dp: int = 1,
-    steps: int = 8,
+    steps: int = 6,
     costs: Path | None = None,
 ) -> RunConfig:
     """Everything on each rank.
 
     Args:
         weights: what `write_weights` has written; None: drawn by each rank.
+        packed_attention: as in run files.
         recompute: the kind of activation checkpointing of both modules.
+        compiles: whether blocks are compiled; in a rehearsal without kernels of their own.
         costs: a file of measured costs.
     """
     sizes = TINY if tiny else WIDE
@@ -79,6 +83,7 @@ def run_config(
                 "explicit": {"vision": part, "language_model": part},
                 "num_microbatches": 2,
                 "packing": packing,
+                "packed_attention": packed_attention,
                 "recompute": tuple(with_kind(name, recompute) for name in ("vision", "language_model"))
                 if recompute
                 else (),
@@ -87,6 +92,8 @@ def run_config(
                 "steps": steps,
                 "global_batch_size": (8 if tiny else 16) * dp,
                 "dtype": "bfloat16",
+                "compile": "blocks" if compiles else "nothing",
+                "compile_backend": "aot_eager" if tiny else "inductor",
                 "output": str(output),
             },
         }

@@ -23,6 +23,7 @@ def speed(**options: Any) -> dict[str, Any]:
         "predicted_s": predicted["iteration_time_s"],
         "tokens_per_s": num_tokens / seconds,
         "mfu": None if mfu is None else mfu * predicted["iteration_time_s"] / seconds,
+        "wait_for_data": result["data"]["wait_fraction"],
         "memory_bytes": max(measured["peak_memory_bytes"]),
         "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),
         "communicators": predicted["communicators"],

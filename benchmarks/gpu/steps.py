@@ -4,7 +4,6 @@ Each prints one JSON object as the last line of its output, or is a test, whose 
 the same commands on CPUs in small sizes.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,17 +39,19 @@ def steps(num_gpus: int, *, rehearsal: bool, output: Path) -> list[Step]:
     return [replace(step, limit_s=10 * step.limit_s) for step in found] if rehearsal else found
 
 
-def _motet(
-    command: str, device: str, output: Path, *settings: str, ranks: int = 1, parallel: str = ""
-) -> tuple[str, ...]:
+def settings(device: str, *, ranks: int = 1, parallel: str = "") -> tuple[str, ...]:
+    """Overrides of the tiny example: everything on one rank unless `parallel` says otherwise."""
     parallel = parallel or (
         "{planner: explicit, placement: replicated, num_microbatches: 2, "
         "explicit: {vision: {}, audio: {}, language_model: {}}}"
     )
-    every = (*SHORT, f"cluster.device={device}", f"cluster.num_devices={ranks}", f"parallel={parallel}")
+    return (*SHORT, f"cluster.device={device}", f"cluster.num_devices={ranks}", f"parallel={parallel}")
+
+
+def _motet(command: str, device: str, output: Path, *more: str, ranks: int = 1, parallel: str = "") -> tuple[str, ...]:
     written = (f"train.output={output}",) if command == "train" else ()
-    arguments = [part for setting in (*every, *written, *settings) for part in ("--set", setting)]
-    return ("-m", "motet", command, str(TINY), *arguments, "--json")
+    every = (*settings(device, ranks=ranks, parallel=parallel), *written, *more)
+    return ("-m", "motet", command, str(TINY), *(part for setting in every for part in ("--set", setting)), "--json")
 
 
 def _tests(path: str, *options: str) -> tuple[str, ...]:
@@ -67,18 +68,21 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     shapes = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
     shapes = shapes if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
     reports = (("MOTET_REPORTS", str(output.parent)),)
-    resume = f"train.resume={json.dumps('latest')}"
+    shared = [part for setting in settings(device) for part in ("--set", setting)]
+    resume = ("-m", "benchmarks.gpu.resume", str(TINY), "--output", str(output / "float32"), *shared)
     return [
         Step("versions", ("-m", "benchmarks.gpu.versions", "--device", device), 60, alone=True),
-        Step("train float32", _motet("train", device, output / "float32"), 90),
+        Step("kernels", _tests(f"tests/attention/kernels/{kernels[0]}", *kernels[1:]), 120),
+        Step("train and resume", resume, 120),
         Step("train bfloat16", _motet("train", device, output / "bfloat16", "train.dtype=bfloat16"), 90),
         Step("verify", _motet("verify", device, output, "train.dtype=float64"), 90),
         Step("verify families", _tests(f"{ranks}::test_families"), 120, on_device),
-        Step("kernels", _tests(f"tests/attention/kernels/{kernels[0]}", *kernels[1:]), 120),
         Step("ranks on one GPU", _tests(f"{ranks}::test_layouts"), 120, on_device),
-        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 240, alone=True),
+        Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
+        Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 90, on_device),
+        Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 150, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
-        Step("resume", _motet("train", device, output / "float32", resume, "train.steps=6"), 60, alone=True),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
     ]
 
 

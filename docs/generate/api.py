@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import motet
@@ -56,9 +57,14 @@ or a study of your own can be, too. None begins with an underscore (a test check
 """
 
 
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text())
+
+
 def definition(name: str, module: str) -> ast.AST | None:
     """The statement of `module` that defines `name`; None where it is no function or class."""
-    tree = ast.parse(Path(inspect.getsourcefile(importlib.import_module(module)) or "").read_text())
+    tree = parsed(inspect.getsourcefile(importlib.import_module(module)) or "")
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return next((node for node in tree.body if isinstance(node, kinds) and node.name == name), None)
 

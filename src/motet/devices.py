@@ -31,6 +31,12 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
 
 
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Waits for all ranks of the group, on this rank's own device."""
+    device = communication_device(group)
+    dist.barrier(group, device_ids=[device.index] if has_own_memory(device) else None)
+
+
 def device_module(device: torch.device) -> Any:
     """torch's module of this kind of device, such as `torch.cuda`."""
     return torch.get_device_module(device)
@@ -38,7 +44,7 @@ def device_module(device: torch.device) -> Any:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, for what follows there. The host does not wait, and may free or change its tensor."""
-    if tensor.device == device or not has_own_memory(device):
+    if not has_own_memory(device) or has_own_memory(tensor.device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -53,7 +53,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(ahead: int) -> None:
 def test_coming_batches_are_prepared_by_threads() -> None:
     loader = Loader(InProcess(Numbers(11)), 4, seed=0, batches_ahead=2)
     prepared: list[tuple[str, list[str]]] = []
-    loader.prepare = lambda samples: prepared.append((threading.current_thread().name, [s.id for s in samples]))
+    loader.prepare = lambda batch: prepared.append((threading.current_thread().name, [s.id for s in batch.samples]))
     taken = ids(loader, 3)
     loader.close()
     assert all(batch in [done for _, done in prepared] for batch in taken)

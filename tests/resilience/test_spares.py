@@ -1,9 +1,6 @@
 """Nodes that a loss leaves without a place wait as spares, and take the next place."""
 
 import multiprocessing
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,21 +17,18 @@ from interrupted_training import (
     undisturbed,
     wait_for_a_change,
 )
+from joining_nodes import one_that_joins
 from ledger import applied_ids, recorded
 from training import plan_of
+from waiting import wait_until
 
-from motet.config import RunConfig
-from motet.plan import Plan
 from motet.resilience import stragglers
-from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.membership import MembershipNotice
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.store.embedded import StoreProcess
-from motet.resilience.succession import Succession
 from motet.runtime.training.trainer import Trainer
 
 FORK = multiprocessing.get_context("fork")
-STEPS = set(range(1, len(undisturbed()) + 1))
 
 
 def kinds(log: list[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -56,50 +50,30 @@ def test_two_losses_within_one_recovery(tmp_path: Path) -> None:
     with recorded(tmp_path), mock.patch.object(TrainingProcess, "_join_world", join_and_die):
         result = train_and(config, at(2, 0, die))
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
-    assert applied_ids(tmp_path).keys() == STEPS
+    assert applied_ids(tmp_path).keys() == set(range(1, len(undisturbed()) + 1))
     log = failures(config)
     assert [change for change in kinds(log) if change[0] == "lost"] == [("lost", 0), ("lost", 3)]
     assert log[-1]["done"].startswith("went on with step 3")
-
-
-@contextmanager
-def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) -> Iterator[None]:
-    """A node of a process of its own, which joins the training that is started meanwhile when `wait` has returned."""
-    addresses, start = FORK.SimpleQueue(), StoreProcess.start
-
-    def started(self: StoreProcess, *args: Any) -> None:
-        start(self, *args)
-        addresses.put((self.address, self._secret))
-
-    def join() -> None:
-        wait()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        run_agent(config, *addresses.get(), None, 1, Succession(1, None, first_plan=plan.to_json()))
-
-    helper = FORK.Process(target=join)
-    helper.start()
-    with mock.patch.object(StoreProcess, "start", started):
-        yield
-    helper.join()
 
 
 @pytest.mark.campaign
 def test_a_spare_takes_the_place_of_a_slow_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = {"tolerate": 1, "detect_s": 10, "replace_stragglers_after_s": 1e-9}
     config = config_of(tmp_path, train__failures=failing)
-    plan, first, is_slow, seen = plan_of(config), once(), [False], set[int]()
+    plan, first, is_slow, has_come = plan_of(config), once(), [False], FORK.Event()
+    seen: list[Trainer] = []
     monkeypatch.setattr(stragglers, "WINDOW", 1)
     monkeypatch.setattr(stragglers, "action_s", lambda _: 5e-3 if is_slow[0] else 1e-3)
 
     def note(trainer: Trainer) -> None:
         is_slow[0] = is_slow[0] or (trainer.engine.model.mesh.rank == 3 and first())
-        step = trainer.finished_steps
-        is_new = step not in seen
-        seen.add(step)
-        if step in (2, 3) and is_new and 0 in seen:  # The node joins; it takes the slow one's place.
-            wait_for_a_change(trainer)
+        if not seen and trainer.finished_steps:
+            has_come.set()
+        if trainer in seen:  # The first step under each membership tells who is slow.
+            wait_until(lambda: trainer.engine.wants_pause() or has_come.is_set())
+        seen.append(trainer)
 
-    with one_that_joins(config, plan, lambda: None), before_each_step(note):
+    with before_each_step(note), one_that_joins(config, plan, lambda: None):
         result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert {("joined", 4), ("leaving", 3), ("left", 3)} <= set(kinds(failures(config)))

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from nccl_rules import SilentGroup, under_rules
 from wild_chaos import WildOutcome, WildTrial, draw_wild, run_wild
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "300"))
 NUM_WITH_ETCD = int(os.environ.get("MOTET_CHAOS_ETCD_TRIALS", "100"))
+NUM_UNDER_RULES = int(os.environ.get("MOTET_CHAOS_RULES_TRIALS", "20"))
 FIRST = int(os.environ.get("MOTET_CHAOS_FIRST", "0"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
@@ -48,3 +50,13 @@ def test_many_wild_trials_with_etcd() -> None:
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_ETCD_TRIALS={NUM_WITH_ETCD}")
     outcomes = [run(draw_wild(f"etcd/{SEED}/{i}", "etcd")) for i in range(FIRST, FIRST + NUM_WITH_ETCD)]
     assert all(outcome.went_on for outcome in outcomes if outcome.survives)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_wild_trials_whose_communicators_are_aborted() -> None:
+    """Under NCCL's rules on gloo; aborted operations end silently and leave anything."""
+    print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_RULES_TRIALS={NUM_UNDER_RULES}")
+    with under_rules(SilentGroup):
+        outcomes = [run(draw_wild(f"{SEED}/{i}", is_double=i % 3 == 0)) for i in range(FIRST, FIRST + NUM_UNDER_RULES)]
+    assert all(outcome.killed for outcome in outcomes)

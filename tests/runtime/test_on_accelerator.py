@@ -1,24 +1,32 @@
 """The runtime on a pretend accelerator: equal to one process on a CPU, and no waits of the host within a step."""
 
+import json
 import math
 from collections import Counter
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from contrastive_cases import Case, Tower, plain_gradients
 from one_process import prepare, verify
 from pretend_accelerator import counted, on_accelerator
 from scenario import Scenario, ScenarioBatch
-from training import plan_of, run_config, train
+from training import ids_of_step, plan_of, run_config, spoil, train
 
 from motet.config import RunConfig
 from motet.runtime.assembly import build_engine, build_optimizer
-from motet.runtime.engine import Engine, StartedIteration
+from motet.runtime.engine import Engine, IterationResult, StartedIteration
 from motet.runtime.training.optimizer import AVERAGE
+from motet.runtime.training.trainer import NonFiniteError
 from motet.runtime.training.worker import train_worker
+from motet.runtime.verification.verify import collect_gradients
+from motet.timeline import BUSY_KINDS, Timeline
 
 ALONE = (
     Scenario(placement="shared"),
     Scenario(placement="shared", packing=True, items="half"),
+    Scenario(placement="shared", packing=True, recompute="offload"),
     Scenario(placement="shared", llm="qwen3", vision="qwen2_5_vl", audio="qwen2_audio", recompute=True),
 )
 IN_PAIRS = (
@@ -91,6 +99,38 @@ def test_gradients_of_other_parts_and_layouts_are_those_of_one_process(scenario)
     _check(scenario)
 
 
+TOWERS = (
+    Case({"image": Tower("siglip", num_microbatches=2), "text": Tower("siglip_text")}, "sigmoid", 4, colocated=True),
+    Case(
+        {"image": Tower("clip", lacking=(0,)), "text": Tower("clip_text"), "sound": Tower("whisper")},
+        num_samples=4,
+        num_batches=2,
+    ),
+)
+
+
+@pytest.mark.parametrize("case", TOWERS, ids=["one process", "a rank for each tower"])
+def test_contrastive_gradients_are_those_of_one_process_and_the_host_does_not_wait(case):
+    def work(rank: int, device: torch.device) -> None:
+        model = case.build()
+        engine = case.engine(model, case.plan(model), device)
+        for number in range(2):
+            engine.model.zero_gradients()
+            with counted() as found:
+                started = engine.start(case.batch(model))
+                engine.model.clip_gradients(started.gradient_norm, math.inf)
+            loss = started.read().loss
+            assert not found or not number, found
+        expected_loss, expected = plain_gradients(case)
+        assert loss == pytest.approx(expected_loss, rel=1e-9)
+        gradients = collect_gradients(engine.model)
+        for name, versions in ({} if gradients is None else gradients).items():
+            for version in versions:
+                torch.testing.assert_close(version.cpu(), expected[name], rtol=1e-9, atol=1e-12)
+
+    on_accelerator(work, case.num_ranks)
+
+
 def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_not_wait(monkeypatch):
     monkeypatch.setattr("motet.runtime.assembly._averages", lambda config: {"language_model.module": 0.9})
     scenario = Scenario(placement="shared", dtype="float32", items="half")
@@ -124,19 +164,71 @@ def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_the_host_does_no
     on_accelerator(work)
 
 
-def test_training_and_its_resumption_are_those_on_a_cpu(tmp_path):
-    common = {"train__checkpoint_every": 2, "train__clip_grad_norm": 0.5}
-    (on_cpu,) = train(run_config(tmp_path / "cpu", **common))
-    config = run_config(tmp_path / "gpu", **common)
-    resumed = run_config(tmp_path / "gpu", **common, train__resume=str(tmp_path / "gpu/checkpoints/step_00000002"))
-    plan = plan_of(config)
+def _follow_steps() -> list[str]:
+    """What the trainer of this process does from now on: starts iterations and reads their results."""
+    done: list[str] = []
+    start, read = Engine.start, StartedIteration.read
+
+    def telling_start(self: Engine, *args: Any, seed: tuple[int, int], **options: Any) -> StartedIteration:
+        done.append(f"start {seed[1] + 1}")
+        started = start(self, *args, seed=seed, **options)
+        started.number = seed[1] + 1
+        return started
+
+    def telling_read(self: StartedIteration) -> IterationResult:
+        done.append(f"read {self.number}")
+        return read(self)
+
+    Engine.start, StartedIteration.read = telling_start, telling_read
+    return done
+
+
+def test_training_and_its_resumption_are_those_on_a_cpu(tmp_path, monkeypatch):
+    """The loss of step 2 is not finite, which is seen when step 3 has been given to the device."""
+    common = {"train__checkpoint_every": 4, "train__clip_grad_norm": 0.5, "train__steps": 6, "data__num_train": 28}
+    cpu, gpu = (run_config(tmp_path / name, **common, train__on_nonfinite="skip") for name in ("cpu", "gpu"))
+    spoil(monkeypatch, ids_of_step(cpu, 1))
+    (on_cpu,) = train(cpu)
+    checkpoint = str(tmp_path / "gpu/checkpoints/step_00000004")
+    resumed = gpu.model_copy(update={"train": gpu.train.model_copy(update={"resume": checkpoint})})
+    stopping = run_config(tmp_path / "stopping", **common)
+    plan = plan_of(cpu)
+
+    def run_here(config: RunConfig) -> dict:
+        cluster = config.cluster.model_copy(update={"device": "gpu"})
+        return train_worker(config.model_copy(update={"cluster": cluster}), plan)
 
     def work(rank: int, device: torch.device) -> list[dict]:
-        return [
-            train_worker(of.model_copy(update={"cluster": of.cluster.model_copy(update={"device": "gpu"})}), plan)
-            for of in (config, resumed)
-        ]
+        done = _follow_steps()
+        results = [run_here(gpu)]
+        before = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
+        assert done == [*before, "start 5", "start 6", "read 5", "read 6"], done
+        results.append(run_here(resumed))
+        with pytest.raises(NonFiniteError, match="step 2: loss"):
+            run_here(stopping)
+        assert done[-3:] == before[2:5], done
+        return results
 
     whole, rest = on_accelerator(work, plan.num_ranks)[0]
-    assert whole["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
-    assert rest["losses"] == whole["losses"][2:]
+    assert whole["skipped_steps"] == on_cpu["skipped_steps"] == [2]
+    numbers, expected = ([loss for loss in run["losses"] if loss is not None] for run in (whole, on_cpu))
+    assert numbers == pytest.approx(expected, rel=1e-4)
+    assert rest["losses"] == whole["losses"][4:]
+    lines = [json.loads(line) for line in (tmp_path / "gpu/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(whole["losses"], 1))
+    assert all(0 < line["mfu"] < 1 and line["peak_memory_bytes"] == [1, 1] for line in lines)
+    assert 0 < whole["measured"]["mfu"] < 1
+    _check_timeline(*(Timeline.from_json(run["measured"]["timeline"]) for run in (whole, on_cpu)))
+
+
+def _check_timeline(measured: Timeline, on_cpu: Timeline) -> None:
+    """Measured by events, and aligned across ranks."""
+    assert {(span.rank, span.name) for span in measured.spans} == {(span.rank, span.name) for span in on_cpu.spans}
+    ends = {span.name: span.end for span in measured.spans if span.kind in "FB"}
+    for name, end in ends.items():
+        if name.startswith("vision") and "F" in name:
+            assert end <= ends[name.replace("vision", "language_model")]
+    for rank in range(measured.num_ranks):
+        spans = [span for span in measured.of_rank(rank) if span.kind in BUSY_KINDS]
+        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
+        assert spans[-1].name == "optimizer"

@@ -45,6 +45,7 @@ MODELS = {
     "whisper": (WhisperEncoder, transformers.WhisperConfig, AUDIO),
 }
 FROZEN_PARTS = ("module", "projector")
+CPU = torch.device("cpu")
 TEXTS = ("clip_text", "siglip_text", "bert")
 
 
@@ -197,17 +198,17 @@ class Case:
             features.append(tensors)
         return TowerBatch(tuple(samples), features)
 
-    def engine(self, model: ContrastiveModule, plan: Plan) -> Engine:
+    def engine(self, model: ContrastiveModule, plan: Plan, device: torch.device = CPU) -> Engine:
         def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> nn.Module:
             if module_plan.kind == "loss":
-                return model.nodes[CONTRASTIVE].make_stage((0, 1))
+                return model.nodes[CONTRASTIVE].make_stage((0, 1)).to(device)
             module = model.modality_modules()[name]
             made = EncoderStage(name, module, stage.layers)
             if tp.size > 1:
                 apply_tensor_parallel(made, tp)
-            return made.train()
+            return made.train().to(device)
 
-        return Engine(plan, make, device=torch.device("cpu"), boundary_dtype=getattr(torch, self.dtype))
+        return Engine(plan, make, device=device, boundary_dtype=getattr(torch, self.dtype))
 
 
 @dataclass

@@ -37,13 +37,13 @@ def config_of(output: Path, **overrides: Any) -> RunConfig:
 @contextmanager
 def before_each_step(at_step: Callable[[Trainer], None]) -> Iterator[None]:
     """`at_step` is called in every process that is started meanwhile."""
-    original = Trainer.step
+    original = Trainer._launch
 
-    def step(self: Trainer, batch: Any) -> Any:
+    def launch(self: Trainer, number: int) -> Any:
         at_step(self)
-        return original(self, batch)
+        return original(self, number)
 
-    with mock.patch.object(Trainer, "step", step):
+    with mock.patch.object(Trainer, "_launch", launch):
         yield
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from motet.models.stages.stage import Batch
+from motet.data.loader import LoadedBatch
 from motet.runtime.training.trainer import Trainer
 
 Ids = tuple[str, ...]
@@ -19,18 +19,19 @@ Ids = tuple[str, ...]
 def recorded(folder: Path) -> Iterator[None]:
     """Every process that is forked meanwhile writes down, in a file of its own, which steps it begins and which updates
     it has applied, with the ids of their samples."""
-    step, update = Trainer.step, Trainer.update
+    report, update = Trainer._report_skipped, Trainer.update
 
-    def begin(self: Trainer, batch: Batch) -> Any:
+    def begin(self: Trainer, number: int, batch: LoadedBatch) -> None:
+        """Called for each batch, before its step."""
         self.chaos_ids = [sample.id for sample in batch.samples]  # type: ignore[attr-defined]
         _write(folder, "began", self)
-        return step(self, batch)
+        report(self, number, batch)
 
     def apply(self: Trainer, *args: Any) -> None:
         update(self, *args)
         _write(folder, "applied", self)
 
-    with mock.patch.object(Trainer, "step", begin), mock.patch.object(Trainer, "update", apply):
+    with mock.patch.object(Trainer, "_report_skipped", begin), mock.patch.object(Trainer, "update", apply):
         yield
 
 

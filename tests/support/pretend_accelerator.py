@@ -102,6 +102,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     here = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     on_host = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor)]
+    if name == "aten::record_stream":
+        return None
     if any(tensor.is_meta for tensor in on_host):
         # The Meta backend comes before all others, on whatever device the other tensors are.
         return func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
@@ -152,6 +154,8 @@ def _copied(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name != "aten::_to_copy" and to_host:
         _leave(args[0], source.inner, is_async=is_async)
         return args[0]
+    if from_host and is_pinned(source):
+        _arrive(_last_into(source))  # Whoever copies back what he copied out does both in one order.
     if from_host and source.numel() and not (is_async and is_pinned(source)):
         _noted("copy from pinned memory, waited for" if is_pinned(source) else "copy from pageable memory")
     made = func(*tree_map(_inner, args), **_on_host(kwargs))
@@ -169,6 +173,12 @@ def _leave(target: Tensor, values: Tensor, *, is_async: bool) -> None:
         _num_issued += 1
         _pending.append((_num_issued, target, values.clone()))
     target.fill_(float("nan") if target.is_floating_point() else -77 if target.dtype.is_signed else 77)
+
+
+def _last_into(tensor: Tensor) -> int:
+    """The last pending copy into the tensor's memory; 0: there is none."""
+    storage = tensor.untyped_storage()
+    return max((number for number, target, _ in tuple(_pending) if target.untyped_storage() is storage), default=0)
 
 
 def _arrive(number: int) -> None:
@@ -297,8 +307,7 @@ class PretendEvent:
         _arrive(self._number)
 
     def query(self) -> bool:
-        _arrive(self._number)
-        return True
+        return not any(number <= self._number for number, _, _ in tuple(_pending))
 
     def wait(self, stream: Any = None) -> None:
         """Another stream waits, not the host."""
@@ -314,10 +323,15 @@ def _synchronize(device: Any = None) -> None:
     _arrive(_num_issued)
 
 
+class PretendStream:
+    """Computes at once, as every stream here."""
+
+
 class _DeviceModule:
     """`torch.gpu`."""
 
     Event = PretendEvent
+    Stream = PretendStream
 
     def device_count(self) -> int:
         return 1

@@ -92,6 +92,7 @@ class Scenario:
     """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none; one: only one
     sample has any; all but one."""
     packing: bool = False
+    packed_attention: str = "auto"
     fully_sharded: bool = False
     sharded_replicas: int = 1
     whole_parameters: bool = False
@@ -100,6 +101,8 @@ class Scenario:
     recompute_features: bool = False
     """Of both encoders."""
     dtype: str = "float64"
+    compiles: bool = False
+    """Whether blocks are compiled, with a backend that computes as they do."""
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -137,8 +140,13 @@ class Scenario:
                     "merge": self.merge,
                 },
                 "data": {"kind": "dial-a-digit"},
-                "parallel": {"packing": self.packing},
-                "train": {"dtype": self.dtype, "step_timeout_s": 300.0},
+                "parallel": {"packing": self.packing, "packed_attention": self.packed_attention},
+                "train": {
+                    "dtype": self.dtype,
+                    "step_timeout_s": 300.0,
+                    "compile": "blocks" if self.compiles else "nothing",
+                    "compile_backend": "aot_eager",
+                },
             }
         )
         # Registered masks are no words of a run file.

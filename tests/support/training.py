@@ -6,13 +6,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from distributed import run_distributed
 from safetensors import safe_open
 from torch import Tensor
 
 from motet.assignment.sample import Sample
 from motet.config import RunConfig
-from motet.data.loader import Loader
+from motet.data.loader import LoadedBatch, Loader
 from motet.data.run_file import open_data
 from motet.data.service.tickets import InProcess
 from motet.data.tasks.dial_a_digit import handwriting
@@ -127,3 +129,21 @@ def stored_tensors(checkpoint: Path) -> dict[str, Tensor]:
                 assert name not in tensors, f"{name} is stored twice"
                 tensors[name] = file.get_tensor(name)
     return tensors
+
+
+def ids_of_step(config: RunConfig, step: int) -> list[str]:
+    loader = Loader(InProcess(open_data(config).train), config.train.global_batch_size, seed=0, batches_ahead=0)
+    return [[sample.id for sample in next(loader).samples] for _ in range(step + 1)][step]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, sample_ids: list[str]) -> None:
+    """The pixels of these samples become infinite."""
+    original = LoadedBatch.features
+
+    def features(batch: LoadedBatch, module: str, sample: int) -> dict[str, torch.Tensor]:
+        values = original(batch, module, sample)
+        if module == "vision" and batch.samples[sample].id in sample_ids:
+            return {key: torch.full_like(value, torch.inf) for key, value in values.items()}
+        return values
+
+    monkeypatch.setattr(LoadedBatch, "features", features)

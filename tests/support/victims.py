@@ -242,7 +242,7 @@ def observed(victim: Victim) -> Iterator[None]:
         before(Optimizer, "step", lambda *_: "optimizer step"),
         before(Optimizer, "exchange", lambda *_: "optimizer step"),
         mock.patch.object(CheckpointWriter, "_write", write),
-        before(Trainer, "step", of_trainer),
+        before(Trainer, "_launch", of_trainer),
         before(Trainer, "evaluate", lambda *_: "evaluation"),
         before(TrainingProcess, "_join_world", join),
         mock.patch.object(TrainingProcess, "_recovered", checked),

@@ -222,7 +222,7 @@ def train_apart(
             try:
                 return join_training(config, lambda: templates, etcd, 1)
             except UserError:  # The run has not begun.
-                continue
+                time.sleep(0.2)
             except WorkerFailedError as error:
                 return print(f"a node ended: {error}", flush=True)
 

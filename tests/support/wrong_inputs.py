@@ -147,7 +147,7 @@ def _with_value(path: tuple[str, ...], value: object) -> str:
     for key in path[:-1]:
         at = at.setdefault(key, {})
     at[path[-1]] = value
-    return yaml.safe_dump(values)
+    return yaml.dump(values, Dumper=yaml.CSafeDumper)
 
 
 def _of_run_files() -> Iterator[WrongInput]:

@@ -162,6 +162,11 @@ class ParallelConfig(Section):
     batch, for planner `explicit` alone."""
     packing: bool = False
     """Whether the samples of a microbatch are packed into one row without padding; they do not attend to each other."""
+    packed_attention: Literal["auto", "sdpa", "varlen", "motet", "flex"] = "auto"
+    """Attention of packed samples (docs/attention.md): `varlen` computes each sample by itself, on CUDA in bfloat16 by
+    torch's variable-length flash attention; `motet` and `flex` are motet's kernels and FlexAttention, with the samples'
+    bounds as a mask of blocks; `sdpa` is transformers', with a mask of tokens x tokens. auto: `varlen` for families
+    that have been shown equal with it, else `sdpa`."""
     max_packed_tokens: Count | None = None
     """Largest number of tokens of a packed row, with `packing`; larger microbatches of the language model are split.
     null: no limit."""

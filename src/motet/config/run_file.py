@@ -142,6 +142,9 @@ class FailuresConfig(Section):
     replace_stragglers_after_s: PositiveNumber | None = None
     """Seconds for which a rank must have been slow until its node leaves and a spare takes its place, if there is one;
     null: it stays."""
+    copy_every: Count | None = None
+    """Steps after which each node copies its state into the memory of the next one, so that a plan with one pipeline
+    goes on without a checkpoint when a spare takes a lost node's place; null: never."""
     stop_below_guarantee: bool = False
     """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
     restarts: CountOrNever = 3
@@ -196,6 +199,11 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of parameters and computation. In bfloat16, gradients add up in float32 and the optimizer updates float32
     masters."""
+    compile: Literal["nothing", "blocks"] = "nothing"
+    """Whether transformer blocks are compiled by `torch.compile`, each by itself and for any length. Not with split
+    backwards (zero-bubble schedules), groups that share a module, generators, or a whole multimodal model."""
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of `torch.compile`: `inductor` makes kernels; `aot_eager` and `eager` make none, for comparison."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0

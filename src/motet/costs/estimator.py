@@ -229,9 +229,9 @@ class Estimator:
         num_samples = len(self.samples)
         largest = -(-num_samples // (self.num_microbatches * dp)) if self.cuts_evenly else num_samples
 
-        def compute() -> list[LayerTime]:
+        def work() -> list[Work]:
             loads = self.microbatch_loads(name, dp, packed=cp > 1) if is_known else self.single_sample_loads(name)
-            total = [
+            return [
                 Work(
                     gradients,
                     Load(*map(sum, zip(*members, strict=True))),
@@ -239,7 +239,10 @@ class Estimator:
                 )
                 for gradients, members in self._kinds(name, loads)
             ]
-            return self._times(name, tp, cp, total, sequence_parallel=sequence_parallel)
+
+        def compute() -> list[LayerTime]:
+            key = ("batch work", name, cp > 1, dp) if is_known else ("batch work of samples", name, largest)
+            return self._times(name, tp, cp, self.remembered(key, work), sequence_parallel=sequence_parallel)
 
         return self.remembered(("batch bound", name, tp, dp, cp, is_known, sequence_parallel), compute)
 
@@ -248,8 +251,11 @@ class Estimator:
     ) -> list[LayerTime]:
         """Lower bound of each layer's time for a microbatch of that many samples."""
 
+        def work() -> list[Work]:
+            return [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
+
         def compute() -> list[LayerTime]:
-            lightest = [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
+            lightest = self.remembered(("lightest work", name), work)
             several = [work._replace(load=Load(*(num_samples * x for x in work.load))) for work in lightest]
             return self._times(name, tp, cp, several, sequence_parallel=sequence_parallel)
 

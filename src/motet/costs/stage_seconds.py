@@ -286,10 +286,9 @@ class StageSeconds:
         """Seconds of the exchanges that a backward repeats with what it recomputes."""
         if layer.treatment == "recomputed":
             return self._exchange(module, layer, stage)
-        context = self.cells.plan.modules[module].context
-        return (
-            key_exchange(layer, stage, context, self.cluster, self.memory) if layer.treatment == "attention" else ZERO
-        )
+        if layer.treatment != "attention":
+            return ZERO
+        return key_exchange(layer, stage, self.cells.plan.modules[module].context, self.cluster, self.memory)
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.

@@ -96,8 +96,8 @@ class Loader:
         self.batches_ahead = batches_ahead
         self._threads = ThreadPoolExecutor(batches_ahead, "loader") if batches_ahead else None
         self._ahead: deque[Future[LoadedBatch]] = deque()
-        self.prepare: Callable[[Sequence[Sample]], None] = lambda samples: None
-        """Called by the threads with the samples of the batch that they prepare."""
+        self.prepare: Callable[[LoadedBatch], None] = lambda batch: None
+        """Called by the threads with the batch that they prepare."""
 
     @property
     def may_skip(self) -> bool:
@@ -167,7 +167,7 @@ class Loader:
     def _load_wanted(self, indices: tuple[int, ...]) -> LoadedBatch:
         batch = LoadedBatch(self._producer, indices, self._wanted)
         batch.fetch_wanted()
-        self.prepare(batch.samples)
+        self.prepare(batch)
         return batch
 
     def _drop_ahead(self) -> None:

@@ -12,13 +12,14 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from motet.errors import UserError
+from motet.shapes.module_shape import ModuleWorkload
 from motet.strict_parsing import parse_strictly
 
 CACHE = "MOTET_CACHE"
@@ -60,6 +61,24 @@ SHOWN_EQUAL: dict[str, frozenset[str]] = {
     "llama4_text": frozenset({"context_parallel", "ulysses"}),
 }
 """By `model_type`: features with which the project's tests show families equal, whatever their flags."""
+
+
+WITH_OTHER_MASKS = frozenset({"gpt_oss", "llama4_text"})
+"""Of these, families with sinks or chunks, which variable-length attention does not know."""
+
+
+def attends_by_sample(model_type: str, packed_attention: str) -> bool:
+    """Whether packed samples of this family attend each to itself, under a value of `parallel.packed_attention`. Else
+    attention is computed over the whole row and masked."""
+    if packed_attention == "auto":
+        return "context_parallel" in SHOWN_EQUAL.get(model_type, ()) and model_type not in WITH_OTHER_MASKS
+    return packed_attention != "sdpa"
+
+
+def packed_by_sample(workload: ModuleWorkload, packed_attention: str) -> ModuleWorkload:
+    """The shape of a language model whose samples are packed, with the pairs that its attention computes."""
+    by_sample = attends_by_sample(workload.family, packed_attention)
+    return replace(workload, arrangement="separate") if by_sample else workload
 
 
 @dataclass(frozen=True, kw_only=True)

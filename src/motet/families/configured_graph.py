@@ -21,6 +21,7 @@ from motet.config import (
     TowerConfig,
 )
 from motet.errors import UserError
+from motet.families.capabilities import packed_by_sample
 from motet.families.encoders.token_counts import Pooling
 from motet.families.hf_config import read_generator, shape_request
 from motet.families.shape_reading.module_shapes import make_shapes, shape_of
@@ -192,6 +193,8 @@ def _language_model_graph(config: RunConfig) -> Graph:
     model = config.model
     packing = config.parallel.packing or model.media_attention != "causal"
     language_model = _read_shape(model.causal_lm, f"model.{LANGUAGE_MODEL}", packing=packing)
+    if config.parallel.packing and model.media_attention == "causal":
+        language_model = packed_by_sample(language_model, config.parallel.packed_attention)
     width = language_model.hidden_size
     modules = {
         name: _with_projector(f"model.encoders.{name}", part, _encoder(f"model.encoders.{name}", part, width), width)

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
+from motet.families.capabilities import packed_by_sample
 from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
 from motet.families.encoders.encoder_families import family_of, num_running_blocks
 from motet.families.encoders.own_encoders import adopt, encoder_config, own_config, own_workload
@@ -357,6 +358,8 @@ class LanguageModelNode(ModuleNode):
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         workload = module_workload(self.module.module.config, role="language_model", packing=packing)
+        if packing and self.media_attention == "causal":
+            workload = packed_by_sample(workload, "auto")
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.module.module) else ())
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:

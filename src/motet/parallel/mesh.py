@@ -10,6 +10,7 @@ from math import lcm
 
 import torch.distributed as dist
 
+from motet.devices import barrier
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
@@ -134,7 +135,7 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
     Raises `UserError` if the world is not as large as the plan."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_world_size(plan, world_size - num_spare_ranks)
-    dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
+    barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
     planned = communicators(plan)
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in planned.stage_groups:

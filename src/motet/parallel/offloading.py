@@ -79,7 +79,8 @@ class _Copies:
         self._device, self._least = hidden.device, SMALL * hidden.numel()
         self._before = weakref.ref(before) if before is not None and before.number < number else lambda: None
         self._less = SavesLess.current
-        self._stored: dict[object, _OnHost] = {}
+        self._stored: dict[object, tuple[_OnHost, torch.UntypedStorage]] = {}
+        """With the memory of each tensor, so that no other one is taken for it."""
         self._members: list[weakref.ref[_OnHost]] = []
         self._event: Any = None
         """The last copies' end."""
@@ -96,7 +97,8 @@ class _Copies:
             return tensor
         key = storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
         if key not in self._stored:
-            stored = self._stored[key] = _OnHost(tensor, self)
+            stored = _OnHost(tensor, self)
+            self._stored[key] = stored, storage
             self._members.append(weakref.ref(stored))
             if self._stream is None:
                 stored.on_host.copy_(tensor.detach())
@@ -104,7 +106,7 @@ class _Copies:
                 self._follow()
                 with device_module(self._device).stream(self._stream):
                     stored.on_host.copy_(tensor.detach(), non_blocking=True)
-        return self._stored[key]
+        return self._stored[key][0]
 
     def _follow(self) -> None:
         """Lets the copies' stream wait for what the device has been given so far."""

@@ -70,7 +70,7 @@ from motet.planner.search import Cutoff, layouts_of
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.planner.sharing import sharing_plans
 from motet.planner.variants import best_variants, is_free, microbatch_numbers, promising, variant
-from motet.recomputation import of_module, with_kind
+from motet.recomputation import of_module, split_entry, with_kind
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -358,7 +358,10 @@ class Choice:
         parts = [f"{_shape(plan)} under {plan.schedule}"]
         num_devices = self.evaluation.problem.num_devices
         parts[0] += f", {plan.num_microbatches} microbatches"
-        parts += [f"blocks of {' and '.join(plan.recompute)} recomputed"] if plan.recompute else []
+        by_kind: dict[str, list[str]] = {}
+        for name, kind in map(split_entry, plan.recompute):
+            by_kind.setdefault(kind, []).append(name)
+        parts += [f"{kind} of {' and '.join(names)} recomputed" for kind, names in by_kind.items()]
         parts += ["optimizer's state sharded"] if plan.zero1 else []
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")

@@ -16,6 +16,7 @@ from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_catalogue
 from motet.costs.analytic import Speeds, analytic_table
+from motet.costs.cells import Cells
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import ADAMW_STATES, MemoryOptions
@@ -257,6 +258,21 @@ def iteration_costs(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence
     workloads, cluster = read_graph(config).workloads, describe_cluster(config)
     table = _read_costs(config, workloads, cluster, _tp_sizes_of(plan))
     return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster, memory=_memory_options(config))
+
+
+def shortest_seconds(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence[Sample]], float] | None:
+    """Returns the seconds of an iteration at a model FLOPs utilization of 1 (`Evaluation.mfu`), as a function of routes
+    and samples; None where the device's peak is not known."""
+    cluster, workloads = describe_cluster(config), read_graph(config).workloads
+    peak = cluster.device.peak_flops.get(config.train.dtype)
+    if peak is None or cluster.device.name == "cpu":
+        return None
+    peak_of_all = plan.num_ranks * peak
+
+    def seconds(routes: Routes, samples: Sequence[Sample]) -> float:
+        return Cells(routes, samples, workloads, cluster.node).model_flops() / peak_of_all
+
+    return seconds
 
 
 def _tp_sizes_of(plan: Plan) -> set[int]:

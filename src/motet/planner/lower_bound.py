@@ -22,31 +22,32 @@ numbers of microbatches (`replica_microbatches`) are not covered if samples diff
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import product
 from math import gcd, inf
-from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
 from motet.planner.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
 from motet.planner.problem import PlanningProblem
+from motet.ragged_arrays import Floats, Ints
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One layer under one combination of sizes; of several tensor-parallel sizes, the weakest bound."""
+class _Layers(NamedTuple):
+    """All layers of the model under one combination of sizes, an entry for each; of several tensor-parallel sizes, the
+    weakest bound."""
 
-    num_holders: int
-    device_s: float
+    num_holders: Ints
+    device_s: Floats
     """Work on all ranks that hold it together."""
-    device_weight_s: float
-    work_s: float
+    device_weight_s: Floats
+    work_s: Floats
     """Work on each rank that holds it."""
-    weight_s: float
-    head_s: float
-    tail_s: float
+    weight_s: Floats
+    head_s: Floats
+    tail_s: Floats
 
 
 class Size(NamedTuple):
@@ -80,14 +81,62 @@ def problem_lower_bound_s(
     may differ in tensor parallelism. `at_most_s`: returned where the bound is not below it, which takes less time to
     find out."""
     modules, least_s = _Modules(problem), at_most_s - problem.program_s
-    combinations = _combinations(problem, modules, num_replicas, tp, cp, mixed)
-    for share_s, sizes in sorted([(modules.share_s(sizes), sizes) for sizes in combinations], key=itemgetter(0)):
-        if share_s >= least_s:
-            break
-        layers = _layers(problem, sizes)
-        busy_s = max(_work(layers, problem.num_devices), _indivisible(layers), _pigeonholes(problem, layers, sizes))
-        least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
+    for choices in _choices(problem, num_replicas, tp, cp, mixed):
+        least_s = _least_of(problem, modules, choices, least_s)
     return least_s + problem.program_s
+
+
+def _choices(
+    problem: PlanningProblem,
+    num_replicas: Mapping[str, Sequence[int]] | None,
+    tp: Mapping[str, Sequence[int]] | None,
+    cp: Mapping[str, Sequence[int]] | None,
+    mixed: bool,
+) -> Iterator[list[list[Size]]]:
+    """For each module, sizes whose combinations are all to be bounded."""
+    # By default, all modules have the same number of replicas.
+    for dps in [(dp,) for dp in dp_sizes(problem)] if num_replicas is None else [None]:
+        yield [
+            [
+                Size(*size)
+                for size in product(
+                    _choices_of_tp(tp[name] if tp else tp_sizes(problem, name), mixed),
+                    sorted(set(cp[name] if cp else cp_sizes(problem, name))),
+                    dps or sorted(set((num_replicas or {})[name])),
+                )
+                if min(size[0]) * size[1] * size[2] <= problem.num_devices
+            ]
+            for name in problem.modules
+        ]
+
+
+def _choices_of_tp(sizes: Sequence[int], mixed: bool) -> list[tuple[int, ...]]:
+    ordered = sorted(set(sizes))
+    return [tuple(ordered)] if mixed else [(tp,) for tp in ordered]
+
+
+def _least_of(
+    problem: PlanningProblem, modules: "_Modules", choices: Sequence[Sequence[Size]], least_s: float
+) -> float:
+    """The least bound of all combinations that fit into memory, or `least_s`."""
+    if not all(choices):
+        return least_s
+    # The first module's sizes are gone through one by one, those of the others together: there may be millions.
+    (first, own), *others = zip(problem.modules, choices, strict=True)
+    batches = []
+    for size in own:
+        batch = _Batch(modules, [(first, [size]), *others])
+        if len(batch.share_s):
+            batches.append(batch)
+    batches.sort(key=lambda batch: batch.share_s[0])
+    for batch in batches:
+        for share_s, sizes in zip(batch.share_s.tolist(), batch.combinations(), strict=True):
+            if share_s >= least_s:
+                break
+            layers = _layers(modules, sizes)
+            busy_s = max(bound_s(problem, layers, sizes) for bound_s in (_indivisible, _work, _pigeonholes))
+            least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
+    return least_s
 
 
 class _Modules:
@@ -97,19 +146,48 @@ class _Modules:
         self.problem = problem
         self._static_bytes: dict[tuple[str, Size], int] = {}
         self._num_updated: dict[tuple[str, Size], int] = {}
-        self._work_s: dict[tuple[str, Size, bool], float] = {}
+        self._batch_s: dict[tuple[str, Size, bool], tuple[Floats, ...]] = {}
+        self._microbatch_s: dict[tuple[str, Size], tuple[Floats, Floats]] = {}
+        self.entries = {
+            name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
+            for name in problem.modules
+        }
+        """The modules that enter each module, and the first layer that each of them enters."""
+        self.order = _in_order(problem)
+        self.has_backward = {
+            name: np.array([needs.any for needs in problem.gradients[name]]) for name in problem.modules
+        }
 
-    def share_s(self, sizes: Sizes) -> float:
-        """Each device's part of all the work, which is below the bound and fast to compute."""
-        num_shares = _num_shares(sizes)
-        keys = [(name, size, size.num_replicas == num_shares) for name, size in sizes.items()]
-        for name, size, alone in keys:
-            if (name, size, alone) not in self._work_s:
-                self._work_s[name, size, alone] = size.cp * sum(
-                    min(tp * time.total_s for tp, time in zip(size.tp, times, strict=True))
-                    for times in _least_totals(self.problem, name, size, alone=alone)
-                )
-        return sum(self._work_s[key] for key in keys) / self.problem.num_devices
+    def batch_s(self, name: str, size: Size, *, alone: bool) -> tuple[Floats, Floats, Floats, Floats]:
+        """Seconds of each layer for the whole batch: of all ranks that hold it together, and of each of them; both
+        followed by the part of it that computes weight gradients."""
+        key = (name, size, alone)
+        if key not in self._batch_s:
+            of_sizes = [_least_totals(self.problem, name, size, tp, alone=alone) for tp in size.tp]
+            total = np.array([[time.total_s for time in times] for times in of_sizes])
+            weight = np.array([[time.weight_s for time in times] for times in of_sizes])
+            ranks = size.cp * np.array(size.tp, dtype=float)[:, None]
+            self._batch_s[key] = (
+                (ranks * total).min(axis=0),
+                (ranks * weight).max(axis=0),
+                total.min(axis=0) / size.num_replicas,
+                weight.max(axis=0) / size.num_replicas,
+            )
+        return self._batch_s[key]
+
+    def microbatch_s(self, name: str, size: Size) -> tuple[Floats, Floats]:
+        """Least seconds of each layer for one microbatch: of its forward, and of its backward without the weight
+        gradients."""
+        if (name, size) not in self._microbatch_s:
+            problem, estimator = self.problem, self.problem.estimator
+            num_cut = size.num_replicas * problem.num_microbatches
+            smallest = max(1, len(problem.samples) // num_cut) if problem.cuts_evenly else 1
+            of_sizes = [estimator.lower_bound_microbatch_times(name, tp, smallest, cp=size.cp) for tp in size.tp]
+            self._microbatch_s[name, size] = (
+                np.array([[time.forward_s for time in times] for times in of_sizes]).min(axis=0),
+                np.array([[time.backward_s - time.weight_s for time in times] for times in of_sizes]).min(axis=0),
+            )
+        return self._microbatch_s[name, size]
 
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
@@ -142,136 +220,97 @@ class _Modules:
         return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size]
 
 
-def _num_shares(sizes: Sizes) -> int:
-    """Number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it."""
-    return gcd(*(size.num_replicas for size in sizes.values()))
+def _least_totals(problem: PlanningProblem, name: str, size: Size, tp: int, *, alone: bool) -> list[LayerTime]:
+    return problem.estimator.lower_bound_batch_times(name, tp, size.num_replicas, cp=size.cp, alone=alone)
 
 
-def _least_totals(problem: PlanningProblem, name: str, size: Size, *, alone: bool) -> Iterator[tuple[LayerTime, ...]]:
-    """The times of each layer at each of the tensor-parallel sizes."""
-    of_sizes = [
-        problem.estimator.lower_bound_batch_times(name, tp, size.num_replicas, cp=size.cp, alone=alone)
-        for tp in size.tp
-    ]
-    return zip(*of_sizes, strict=True)
+class _Batch:
+    """Combinations of sizes that fit into memory, those with the least work for each device first."""
+
+    share_s: Floats
+    """Each device's part of all the work of each combination, which is below the bound and fast to compute."""
+
+    def __init__(self, modules: _Modules, choices: Sequence[tuple[str, Sequence[Size]]]) -> None:
+        self._choices = choices
+        problem, shape = modules.problem, [len(sizes) for _, sizes in choices]
+
+        def spread(axis: int, values: Sequence[float]) -> Floats:
+            """The values of one module's sizes, so that they meet those of all other modules."""
+            return np.array(values).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+        static = sum(
+            spread(axis, [float(modules.static_bytes(name, size)) for size in sizes])
+            for axis, (name, sizes) in enumerate(choices)
+        )
+        replicas = [spread(axis, [size.num_replicas for size in sizes]) for axis, (_, sizes) in enumerate(choices)]
+        num_shares = np.gcd.reduce(np.broadcast_arrays(*replicas))
+        share_s = np.zeros(shape)
+        for axis, (name, sizes) in enumerate(choices):
+            is_alone = np.broadcast_to(replicas[axis] == num_shares, shape)
+            seconds = np.zeros(shape)
+            for alone in (False, True):
+                if (is_alone == alone).any():
+                    work_s = [modules.batch_s(name, size, alone=alone)[0].sum() for size in sizes]
+                    seconds = np.where(is_alone == alone, spread(axis, work_s), seconds)
+            share_s += seconds
+        fits = np.broadcast_to(static <= problem.num_devices * usable_bytes(problem.cluster), shape)
+        places = np.flatnonzero(fits)
+        share_s = share_s.reshape(-1)[places] / problem.num_devices
+        order = np.argsort(share_s, kind="stable")
+        self.share_s = share_s[order]
+        self._places = np.unravel_index(places[order], shape)
+
+    def combinations(self) -> Iterator[Sizes]:
+        for places in zip(*self._places, strict=True):
+            yield {name: sizes[place] for (name, sizes), place in zip(self._choices, places, strict=True)}
 
 
-def _combinations(
-    problem: PlanningProblem,
-    modules: _Modules,
-    num_replicas: Mapping[str, Sequence[int]] | None,
-    tp: Mapping[str, Sequence[int]] | None,
-    cp: Mapping[str, Sequence[int]] | None,
-    mixed: bool,
-) -> Iterator[Sizes]:
-    """Combinations of sizes whose static bytes fit into memory."""
-    names = list(problem.modules)
-    # By default, all modules have the same number of replicas.
-    for dps in [(dp,) for dp in dp_sizes(problem)] if num_replicas is None else [None]:
-        choices = [
-            [
-                Size(*size)
-                for size in product(
-                    _choices_of_tp(tp[name] if tp else tp_sizes(problem, name), mixed),
-                    sorted(set(cp[name] if cp else cp_sizes(problem, name))),
-                    dps or sorted(set((num_replicas or {})[name])),
-                )
-            ]
-            for name in names
-        ]
-        for sizes in product(*choices):
-            combination = dict(zip(names, sizes, strict=True))
-            if _fits(problem, modules, combination):
-                yield combination
-
-
-def _choices_of_tp(sizes: Sequence[int], mixed: bool) -> list[tuple[int, ...]]:
-    ordered = sorted(set(sizes))
-    return [tuple(ordered)] if mixed else [(tp,) for tp in ordered]
-
-
-def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
-    if any(size.num_holders(min(size.tp)) > problem.num_devices for size in sizes.values()):
-        return False
-    needed = sum(modules.static_bytes(name, size) for name, size in sizes.items())
-    return needed <= problem.num_devices * usable_bytes(problem.cluster)
-
-
-def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
-    heads, tails = _heads_and_tails(problem, sizes)
-    layers, num_shares = [], _num_shares(sizes)
+def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
+    # The number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it.
+    num_shares = gcd(*(size.num_replicas for size in sizes.values()))
+    heads, tails = _heads_and_tails(modules, sizes)
+    columns = []
     for name, size in sizes.items():
-        for i, times in enumerate(_least_totals(problem, name, size, alone=size.num_replicas == num_shares)):
-            device_s = [tp * size.cp * time.total_s for tp, time in zip(size.tp, times, strict=True)]
-            device_weight_s = [tp * size.cp * time.weight_s for tp, time in zip(size.tp, times, strict=True)]
-            layers.append(
-                _Layer(
-                    num_holders=size.num_holders(max(size.tp)),
-                    device_s=min(device_s),
-                    device_weight_s=max(device_weight_s),
-                    work_s=min(time.total_s for time in times) / size.num_replicas,
-                    weight_s=max(time.weight_s for time in times) / size.num_replicas,
-                    head_s=heads[name][i],
-                    tail_s=tails[name][i],
-                )
-            )
-    return layers
+        seconds = modules.batch_s(name, size, alone=size.num_replicas == num_shares)
+        holders = np.full(len(seconds[0]), size.num_holders(max(size.tp)))
+        columns.append((holders, *seconds, heads[name], tails[name]))
+    return _Layers(*map(np.concatenate, zip(*columns, strict=True)))
 
 
-def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Returns the least time before the first action of each layer, and after its last, by module."""
-    heads: dict[str, list[float]] = {}
-    backs: dict[str, list[float]] = {}
-    one: dict[str, tuple[list[float], list[float]]] = {}
-    for name in _in_order(problem):
-        tps, cp, replicas = sizes[name]
-        smallest = max(1, len(problem.samples) // (replicas * problem.num_microbatches)) if problem.cuts_evenly else 1
-        times = list(
-            zip(*(problem.estimator.lower_bound_microbatch_times(name, tp, smallest, cp=cp) for tp in tps), strict=True)
-        )
-        one[name] = (
-            [min(time.forward_s for time in of_layer) for of_layer in times],
-            [min(time.backward_s - time.weight_s for time in of_layer) for of_layer in times],
-        )
-        heads[name], backs[name] = [], []
-        head = back = 0.0
-        for i in range(len(times)):
-            entered = [edge.source for edge in problem.edges if edge.target == name and i in edge.layers]
-            head = max([head, *(heads[source][-1] + one[source][0][-1] for source in entered)])
-            back = max([back, *(backs[source][-1] + one[source][1][-1] for source in entered)])
-            heads[name].append(head)
-            backs[name].append(back)
-            head, back = head + one[name][0][i], back + one[name][1][i]
-    return heads, _tails(problem, one, backs)
+    one = {name: modules.microbatch_s(name, size) for name, size in sizes.items()}
+    heads: dict[str, Floats] = {}
+    backs: dict[str, Floats] = {}
+    for name in modules.order:
+        for found, of_layer in ((heads, 0), (backs, 1)):
+            own = one[name][of_layer]
+            before = np.concatenate([[0.0], np.cumsum(own[:-1])])
+            begin = before.copy()
+            for source, first in modules.entries[name]:
+                end = found[source][-1] + one[source][of_layer][-1]
+                begin[first:] = np.maximum(begin[first:], end + before[first:] - before[first])
+            found[name] = begin
+    return heads, _tails(modules, one, backs)
 
 
 def _tails(
-    problem: PlanningProblem, one: Mapping[str, tuple[list[float], list[float]]], backs: Mapping[str, list[float]]
-) -> dict[str, list[float]]:
+    modules: _Modules, one: Mapping[str, tuple[Floats, Floats]], backs: Mapping[str, Floats]
+) -> dict[str, Floats]:
     """Tails: a backward is followed by those of earlier layers; a forward without one, by everything it feeds."""
-    after_forward: dict[str, list[float]] = {}
-    tails: dict[str, list[float]] = {}
-    for name in reversed(_in_order(problem)):
-        num_layers = len(one[name][0])
-        outside = [(edge.target, min(edge.layers)) for edge in problem.edges if edge.source == name]
-        follow = max((_from(after_forward, one, *entry) for entry in outside), default=0.0)
-        after = [0.0] * num_layers
-        for i in reversed(range(num_layers)):
-            after[i] = follow
-            follow += one[name][0][i] + one[name][1][i]
-        after_forward[name] = after
-        tails[name] = [backs[name][i] if needs.any else after[i] for i, needs in enumerate(problem.gradients[name])]
+    targets: dict[str, list[tuple[str, int]]] = {}
+    for target, sources in modules.entries.items():
+        for source, first in sources:
+            targets.setdefault(source, []).append((target, first))
+    rest: dict[str, Floats] = {}
+    tails: dict[str, Floats] = {}
+    for name in reversed(modules.order):
+        forward, back = one[name]
+        both = forward + back
+        follow = max((rest[target][first] for target, first in targets.get(name, [])), default=0.0)
+        rest[name] = follow + np.cumsum(both[::-1])[::-1]
+        tails[name] = np.where(modules.has_backward[name], backs[name], rest[name] - both)
     return tails
-
-
-def _from(
-    after_forward: Mapping[str, list[float]],
-    one: Mapping[str, tuple[list[float], list[float]]],
-    name: str,
-    layer: int,
-) -> float:
-    """Time from the start of a layer's forward to the end of its backward."""
-    return after_forward[name][layer] + one[name][0][layer] + one[name][1][layer]
 
 
 def _in_order(problem: PlanningProblem) -> list[str]:
@@ -284,55 +323,53 @@ def _in_order(problem: PlanningProblem) -> list[str]:
     return order
 
 
-def _work(layers: Sequence[_Layer], num_devices: int) -> float:
+class _Earliest:
+    """The sum of the n smallest values, where each occurs as often as it has places."""
+
+    def __init__(self, values: Floats, num_places: Ints) -> None:
+        order = np.argsort(values, kind="stable")
+        self.ends = np.concatenate([[0], np.cumsum(num_places[order])])
+        self._sums = np.concatenate([[0.0], np.cumsum(values[order] * num_places[order])])
+
+    def __call__(self, numbers: Floats) -> Floats:
+        return np.interp(numbers, self.ends, self._sums)
+
+    def number_at(self, total: float) -> float:
+        """The n at which the sum reaches `total`, or the number of places."""
+        return float(np.interp(total, self._sums, self.ends))
+
+
+def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
     """The bound from work. Ranks without a layer do not work; others may stay unused if that is faster."""
-    work = sum(layer.device_s for layer in layers)
-    weight = sum(layer.device_weight_s for layer in layers)
-    head_places = sorted((layer.head_s, layer.num_holders) for layer in layers)
-    tail_places = sorted((layer.tail_s, layer.num_holders) for layer in layers)
-
-    def seconds(num_busy: int) -> float:
-        heads, tails = _earliest(head_places, num_busy), _earliest(tail_places, num_busy)
-        return (work + heads + max(0.0, tails - weight)) / num_busy
-
-    # The numerator is convex in the number of ranks, so its quotient falls up to a place and rises from there.
-    low, high = 1, min(num_devices, sum(layer.num_holders for layer in layers))
-    if high > 1 and seconds(high) <= seconds(high - 1):
-        low = high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if seconds(middle + 1) < seconds(middle) else (low, middle)
-    return seconds(low)
+    work, weight = layers.device_s.sum(), layers.device_weight_s.sum()
+    heads = _Earliest(layers.head_s, layers.num_holders)
+    tails = _Earliest(layers.tail_s, layers.num_holders)
+    most = min(problem.num_devices, int(layers.num_holders.sum()))
+    # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
+    ends = np.concatenate([heads.ends, tails.ends])
+    filled = tails.number_at(weight)
+    numbers = np.concatenate([[1.0, most, np.floor(filled), np.ceil(filled)], ends])
+    numbers = numbers[(numbers >= 1) & (numbers <= most)]
+    seconds = (work + heads(numbers) + np.maximum(0.0, tails(numbers) - weight)) / numbers
+    return float(seconds.min())
 
 
-def _earliest(places: Sequence[tuple[float, int]], num_ranks: int) -> float:
-    """The sum of the `num_ranks` smallest values, where each occurs as often as it has places."""
-    result, left = 0.0, num_ranks
-    for seconds, count in places:
-        result += seconds * min(count, left)
-        left -= min(count, left)
-    return result
+def _indivisible(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
+    after = np.maximum(0.0, layers.tail_s - layers.weight_s)
+    return float((layers.head_s + layers.work_s + after).max())
 
 
-def _indivisible(layers: Sequence[_Layer]) -> float:
-    return max(layer.head_s + layer.work_s + max(0.0, layer.tail_s - layer.weight_s) for layer in layers)
-
-
-def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], sizes: Sizes) -> float:
+def _pigeonholes(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
     """The bound from pigeonholes: some rank has k + 1 of the k D + 1 largest items."""
     if not _replicas_work_alike(problem, {size.num_replicas for size in sizes.values()}):
         return 0.0
     if any(len(size.tp) > 1 for size in sizes.values()):
         return 0.0
-    items = sorted(
-        (seconds for layer in layers for seconds in [layer.work_s] * min(layer.num_holders, problem.num_devices)),
-        reverse=True,
-    )
-    best = 0.0
-    for k in range(1, (len(items) - 1) // problem.num_devices + 1):
-        last = k * problem.num_devices + 1
-        best = max(best, sum(items[last - k - 1 : last]))
-    return best
+    num_devices = problem.num_devices
+    largest = _Earliest(-layers.work_s, np.minimum(layers.num_holders, num_devices))
+    k = np.arange(1, (int(largest.ends[-1]) - 1) // num_devices + 1)
+    last = k * num_devices + 1
+    return float((largest(last - k - 1.0) - largest(last * 1.0)).max(initial=0.0))
 
 
 def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:

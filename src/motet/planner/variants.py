@@ -9,7 +9,8 @@ whose bound is above the fastest estimate so far. On the others it bounds the ch
 the groups, there and back, or each module over all groups) without a simulation. Their order is an estimate: the bound,
 plus what it leaves out of messages and sums of gradients.
 
-Limits: blocks of single modules are recomputed or of all; encoders on groups of their own are not among the chains, so
+Limits: the attention of all modules is recomputed, or blocks of single modules or of all; every n-th block and offload
+are not among the savings, which a user may give. Encoders on groups of their own are not among the chains, so
 `auto` searches these under the best variants only.
 """
 
@@ -23,6 +24,7 @@ from motet.costs.memory import usable_bytes
 from motet.planner.layout import Layout
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem
+from motet.recomputation import with_kind
 from motet.schedule.generators import SPLIT_BACKWARDS
 
 MARGIN = 1.03
@@ -36,7 +38,7 @@ MAX_CELLS = 60_000
 Combine = Callable[[PlanningProblem], Iterable[tuple[PlanningProblem, Hashable, float, int]]]
 """problem -> (the problem on some of its devices, groups, seconds of all layers for a microbatch, number of groups)."""
 Saving = tuple[tuple[str, ...], bool]
-"""Modules whose blocks are recomputed, and whether the optimizer's state is sharded."""
+"""Modules whose blocks or attention are recomputed, as in a plan, and whether the optimizer's state is sharded."""
 LayOut = Callable[[PlanningProblem, Any], Iterable[Layout]]
 """(problem, groups) -> layouts."""
 TRUST = 1.05
@@ -96,6 +98,7 @@ def savings(problem: PlanningProblem) -> list[Saving]:
     trained = [name for name in blocks if any(needs.any for needs in problem.gradients[name])]
     recomputed = [problem.recompute]
     if problem.chooses_recompute:
+        recomputed.append(tuple(with_kind(name, "attention") for name in trained))
         recomputed += [(name,) for name in trained if len(trained) > 1] + [tuple(trained)]
     may_shard = problem.chooses_zero1 and not problem.memory.zero1 and problem.may_share_parameters
     sharded = [problem.memory.zero1, *([True] if may_shard else [])]

@@ -33,6 +33,8 @@ class Recovery:
     """Seconds from the notice on this rank until all ranks had what they need."""
     restarts: int
     """How often all nodes had been restarted before."""
+    is_from_memory: bool = False
+    """Whether what was missing came from the copies in memory."""
 
 
 def write_recovery(output: Path, recovery: Recovery) -> None:
@@ -89,7 +91,8 @@ def _what_was_done(recovery: Recovery) -> str:
             return f"all nodes were started anew, from {_checkpoint(now)}"
         return "nothing had been trained yet: started again" + (f", from {_checkpoint(now)}" if now else "")
     if recovery.missing:
-        return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {_checkpoint(now)}"
+        to = f"the copies in memory of step {now}" if recovery.is_from_memory else _checkpoint(now)
+        return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {to}"
     if recovery.membership.stop is not None:
         return f"stopped before step {now + 1}: {recovery.membership.stop}"
     return f"went on with step {now + 1}: {recovery.membership.note}"

@@ -73,11 +73,18 @@ def _text(address: StoreAddress) -> str:
 
 
 def _client(
-    address: StoreAddress, secret: bytes, detect_s: float, *, is_new: bool = False, is_patient: bool = False
+    address: StoreAddress,
+    secret: bytes,
+    detect_s: float,
+    *,
+    is_new: bool = False,
+    replaces: bool = False,
+    is_patient: bool = False,
 ) -> Store:
-    """A client of the store. `is_new`: a training begins there. `is_patient`: it waits longer than the others."""
+    """A client of the store. `is_new`: a training begins there. `replaces`: after one of this process's. `is_patient`:
+    it waits longer than the others."""
     if isinstance(address, EtcdAddress):
-        return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new)
+        return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new, replaces=replaces)
     return EmbeddedStore(address, secret, (1 + is_patient) * store_timeout_s(detect_s))
 
 
@@ -120,7 +127,8 @@ def train_on_nodes(
                     if process is not None:
                         process.start(children)
                     address = in_etcd or cast(StoreProcess, process).address
-                    client = stack.enter_context(closing(_client(address, secret, failures.detect_s, is_new=True)))
+                    made = _client(address, secret, failures.detect_s, is_new=True, replaces=run.restarts > 0)
+                    client = stack.enter_context(closing(made))
                     begin_training(client, run, first if listen is None else None)
                     agents: list[BaseProcess] = []
                     if listen is None:

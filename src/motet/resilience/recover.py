@@ -40,6 +40,7 @@ from motet.resilience.failure_log import Recovery, write_straggler
 from motet.resilience.health import why_unfit
 from motet.resilience.interruptible_wait import release_in_background
 from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
+from motet.resilience.memory_copies import KEPT_STEPS, Copies, exchange_copies, newest_whole
 from motet.resilience.process_control import AgentLink
 from motet.resilience.state_transfer import (
     Item,
@@ -59,6 +60,7 @@ from motet.resilience.stragglers import StragglerWatch
 from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
+from motet.runtime.checkpoint.folder import step_of
 from motet.runtime.deadline import StepOverrunError, abort_communicators
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
 from motet.runtime.training.worker import (
@@ -112,6 +114,8 @@ class TrainingProcess:
         self._step_timeout_s = config.train.step_timeout_s
         self._trainers: list[Trainer] = []
         """All that hold useful state; the last one trains. Others are kept until it has all it needs."""
+        self._copies: dict[int, Copies] = {}
+        """By step."""
         self._restored_in = 0
         self._member_since = 0
         self._hosts: dist.ProcessGroup | None = None
@@ -179,6 +183,8 @@ class TrainingProcess:
         trainer.engine.wants_pause = self._link.is_change_due
         if self._failures.slow_ratio is not None:
             self._watch_stragglers(trainer, membership, self._failures.slow_ratio)
+        if self._failures.copy_every is not None:
+            self._keep_copies(trainer, self._failures.copy_every)
         summary = trainer.train()
         if trainer.is_done:
             result = training_result(self._config, summary, self._producers, self._device)
@@ -199,7 +205,7 @@ class TrainingProcess:
         watch = StragglerWatch(trainer.engine.plan, slow_ratio, gather)
 
         def after_step() -> None:
-            for straggler in watch.after_step(executor.spans):
+            for straggler in watch.after_step(executor.recorder.read()[1]):
                 if dist.get_rank() == 0:
                     node = membership.all_nodes[straggler.rank // self._node_size]
                     print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)
@@ -207,6 +213,19 @@ class TrainingProcess:
             patience_s = self._failures.replace_stragglers_after_s
             if patience_s is not None and watch.slow_s(dist.get_rank()) >= patience_s:
                 self._link.send("slow", membership.generation)
+
+        trainer.after_step = after_step
+
+    def _keep_copies(self, trainer: Trainer, every: int) -> None:
+        before = trainer.after_step
+
+        def after_step() -> None:
+            before()
+            if trainer.finished_steps % every == 0:
+                state = LocalState(trainer.engine.model, trainer.optimizer)
+                made = exchange_copies(state, trainer.summary, self._node_size, self._hosts)
+                kept = sorted([*self._copies, trainer.finished_steps])[-KEPT_STEPS:]
+                self._copies = {step: made if step == trainer.finished_steps else self._copies[step] for step in kept}
 
         trainer.after_step = after_step
 
@@ -275,8 +294,12 @@ class TrainingProcess:
             shard_optimizer(local, engine.executor, could_hold, owners, devices_per_node=size)
             needed = needed_contents(could_hold, owners)
         transfer = plan_transfer(held, needed, devices_per_node=self._node_size)
+        is_from_memory = False
+        if summary is not None and transfer.missing:
+            is_from_memory = self._restore_from_memory(new, local, needed, summary)
         if summary is None or transfer.missing:
-            self._begin(new, summary, membership.generation, run)
+            if not is_from_memory:
+                self._begin(new, summary, membership.generation, run)
             self._trainers, self._restored_in = [], membership.generation
         else:
             transfer_state(transfer, tensors_of(self._states()), local)
@@ -296,10 +319,29 @@ class TrainingProcess:
                 moved_bytes=transfer.moved_bytes,
                 missing=transfer.missing_descriptions,
                 restarts=run.restarts,
+                is_from_memory=is_from_memory,
                 seconds=time.monotonic() - started,
             )
             self._link.send("recovered", what)
         return new
+
+    def _restore_from_memory(
+        self, new: Trainer, local: LocalState, needed: Sequence[RankContents], summary: TrainingSummary
+    ) -> bool:
+        """Goes back to the newest step whose copies in memory are whole, if no checkpoint is newer; collective."""
+        if self._failures.copy_every is None:
+            return False
+        found = newest_whole(self._copies, needed, self._node_size, self._hosts)
+        if found is None or found[0] < (step_of(summary.checkpoint) if summary.checkpoint is not None else 0):
+            return False
+        step, transfer, progress = found
+        tensors = self._copies[step].tensors if step in self._copies else {}
+        held = {item: [tensor.to(self._device) for tensor in of_item] for item, of_item in tensors.items()}
+        transfer_state(transfer, held, local)
+        before = self._trainers[0] if self._trainers else None
+        new.adopt_progress(replace(progress, checkpoint=summary.checkpoint), before)
+        self._copies = {kept: copies for kept, copies in self._copies.items() if kept <= step}
+        return True
 
     def _states(self) -> list[LocalState]:
         return [LocalState(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]

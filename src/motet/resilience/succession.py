@@ -24,11 +24,17 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
             f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
         )
     num_pipelines = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes))
+    if failures.copy_every is not None:
+        if config.parallel.zero1:
+            raise UserError("train.failures.copy_every: is not supported with parallel.zero1; leave one of them out")
+        if cluster.num_nodes < 2:
+            raise UserError("train.failures.copy_every: cluster.num_nodes is 1, so no node could keep a copy; give 2")
+        return
     if num_pipelines <= failures.tolerate:
         raise UserError(
             f"train.failures.tolerate: is {failures.tolerate}, but the plan has {num_pipelines} "
             f"pipeline{'s' * (num_pipelines > 1)} on nodes of their own; give dp: {failures.tolerate + 1} and "
-            f"cluster.num_nodes of at least {failures.tolerate + 1}, or tolerate fewer"
+            f"cluster.num_nodes of at least {failures.tolerate + 1}, tolerate fewer, or give copy_every"
         )
 
 

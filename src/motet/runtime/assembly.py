@@ -11,9 +11,11 @@ from motet.families.configured_graph import read_graph
 from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
+from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
+from motet.parallel.compiled import compile_blocks
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
@@ -22,6 +24,7 @@ from motet.recomputation import of_module
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.schedule.generators import SPLIT_BACKWARDS
 from motet.shapes.module_shape import QUERY_TOKENS
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -47,6 +50,8 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
 
 def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMaker:
     """Makes this rank's stages, with the weights of their layers only."""
+    if config.train.compile != "nothing":
+        check_compiled(config, plan)
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
@@ -61,6 +66,31 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
     return make
 
 
+def check_compiled(config: RunConfig, plan: Plan) -> None:
+    """Raises `UserError` for what compiled blocks have not been shown equal with."""
+    if plan.schedule in SPLIT_BACKWARDS:
+        raise UserError(
+            f"train.compile: blocks cannot be compiled under {plan.schedule}, which splits their backward; use "
+            "parallel.schedule 1f1b, or leave compile out"
+        )
+    if config.model.composite is not None:
+        raise UserError("train.compile: is not supported for whole multimodal models; leave it out")
+    if config.model.media_attention != "causal":
+        raise UserError("train.compile: is not supported with model.media_attention; leave one of the two out")
+    for name, module in plan.modules.items():
+        if module.kind == "generator":
+            raise UserError(f"train.compile: is not supported for generators, such as {name}; leave it out")
+        stages = [stage for replica in module.replicas for stage in replica.stages]
+        shared = {
+            "tp": any(stage.tp_size > 1 for stage in stages),
+            "cp": any(stage.cp_size > 1 for stage in stages),
+            "ep": module.ep > 1,
+            "fully_sharded": module.fully_sharded,
+        }
+        for key in (key for key, is_given in shared.items() if is_given):
+            raise UserError(f"train.compile: is not supported with {key}, which {name} has; leave one of the two out")
+
+
 def build_stage(
     config: RunConfig,
     owner: str,
@@ -72,7 +102,16 @@ def build_stage(
 ) -> StageModule:
     """A run of layers of the run file's module `owner`, cut for this rank's tensor-parallel group."""
     node = build_node(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
-    stage = make_stage(node, layers, tp, device, packing=config.parallel.packing, recompute=recompute)
+    stage = make_stage(
+        node,
+        layers,
+        tp,
+        device,
+        packing=config.parallel.packing,
+        packed_attention=config.parallel.packed_attention,
+        recompute=recompute,
+        compile_backend=config.train.compile_backend if config.train.compile == "blocks" else None,
+    )
     keep_main_gradients(parameter for _, parameter in stage.named_parameters())
     return stage
 
@@ -85,9 +124,16 @@ def make_stage(
     *,
     packing: bool,
     recompute: str | None,
+    packed_attention: str = "auto",
+    compile_backend: str | None = None,
 ) -> StageModule:
-    """A run of a node's layers, cut for this rank's tensor-parallel group. `recompute`: a kind of recomputation."""
+    """A run of a node's layers, cut for this rank's tensor-parallel group.
+
+    `packed_attention`: as in run files. `recompute`: a kind of recomputation. `compile_backend`: with which blocks are
+    compiled; None: they are not."""
     stage = node.make_stage(layers, packing=packing)
+    if packing and isinstance(stage, LanguageModelStage):
+        stage.attend_by_sample(packed_attention)
     if tp.experts is not None:
         _check_experts(node, tp, tp.experts)
     if (tp.size > 1 or tp.experts is not None) and node.family is not None:
@@ -100,6 +146,8 @@ def make_stage(
     if node.adapters is not None:
         blocks, num_blocks = node.running_blocks
         add_adapters(stage, f"module.{blocks}", num_blocks, node.adapters)
+    if compile_backend is not None and hasattr(stage, "running_blocks"):
+        compile_blocks(cast(HasBlocks, stage), compile_backend)
     if recompute is not None and hasattr(stage, "running_blocks"):
         treat_activations(cast(HasBlocks, stage), recompute)
     return cast(StageModule, stage.to(device))

@@ -58,7 +58,7 @@ class Deadline:
     def start(self) -> None:
         self._ends_at = time.monotonic() + self._timeout.total_seconds()
         self._waiting_for = None
-        self._launched.clear()
+        self._drop_completed()
         if self._watchdog is not None and self._depth:
             self._watchdog.watch_until(self._ends_at)
 
@@ -103,10 +103,13 @@ class Deadline:
         else:
             # Given a time, NCCL's wait would block the process.
             work.wait()
-            while self._launched and self._launched[0][0].is_completed():
-                self._launched.popleft()
+            self._drop_completed()
             self._launched.append((work, self._waiting_for))
         self._waiting_for = None
+
+    def _drop_completed(self) -> None:
+        while self._launched and self._launched[0][0].is_completed():
+            self._launched.popleft()
 
 
 class Watchdog:

@@ -15,18 +15,20 @@ from torch import Tensor
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
 from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
-from motet.devices import HostCopy, to_device
+from motet.devices import HostCopy, has_own_memory, peak_memory_bytes, to_device
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh, pairs_by_tag
 from motet.plan import Plan
 from motet.runtime.agreement import gather_values, is_same_on_all_ranks
+from motet.runtime.batch_copies import BatchCopies
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.messages import LocalProgram, local_program
 from motet.runtime.preflight import open_communicators
 from motet.runtime.router_corrections import RouterCorrections
+from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import LossRunner, StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions
@@ -71,20 +73,32 @@ class IterationResult:
     """Norm of the whole model's gradient; 0 for a forward-only iteration."""
     pause: bool = False
     """Whether some rank wants all to pause after this iteration."""
+    peak_memory_bytes: tuple[int, ...] = ()
+    """By rank, the most that it has held so far (`motet.devices.peak_memory_bytes`)."""
 
 
 class StartedIteration:
     """An iteration of which all that the device has to do was issued. Its results are on their way to the host."""
 
-    def __init__(self, totals: Tensor, to_result: Callable[[list[float]], IterationResult]) -> None:
-        self.gradient_norm = totals[-3].sqrt()
+    def __init__(
+        self,
+        totals: Tensor,
+        num_losses: int,
+        routes: Routes,
+        recorder: SpanRecorder,
+        to_result: Callable[[list[float]], IterationResult],
+    ) -> None:
+        self.gradient_norm = totals[num_losses].sqrt()
         """As of `IterationResult`, on the device."""
-        self.is_finite = totals[:-2].isfinite().all()
+        self.is_finite = totals[: num_losses + 1].isfinite().all()
         """Whether losses and norm are finite, on the device."""
+        self.routes, self.recorder = routes, recorder
+        """The spans of the iteration, and of what was recorded after it: the optimizer's step."""
         self._totals, self._to_result = HostCopy(totals), to_result
 
     def read(self) -> IterationResult:
         """Waits for the device."""
+        self.recorder.wait()
         return self._to_result(self._totals.read().tolist())
 
 
@@ -152,6 +166,7 @@ class Engine:
         """Assignments of the last batches, some of which are prepared ahead."""
         self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Keeps context sequences alive for the stages, which find them by their contents."""
+        self._copies = BatchCopies(device, MIN_ASSIGNMENTS) if has_own_memory(device) else None
 
     def open_communicators(self) -> int:
         """Tries every link and group of the plan, and returns how many this rank has. Collective.
@@ -166,6 +181,8 @@ class Engine:
         Threads that derive it may overtake each other, so twice as many are kept."""
         number = max(MIN_ASSIGNMENTS, 2 * num_batches + 1)
         self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
+        if self._copies is not None:
+            self._copies.keep(number)
 
     def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:
         """The microbatches that a batch is cut into."""
@@ -205,10 +222,14 @@ class Engine:
         None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         with self.executor.deadline.guarded():
-            result = self._start(batch, forward_only, seed).read()
-            if self.was_aborted is not None:
-                self._agree_on_end(self.was_aborted(), forward_only)
-            return result
+            return self.finish(self._start(batch, forward_only, seed), forward_only=forward_only)
+
+    def finish(self, started: StartedIteration, *, forward_only: bool = False) -> IterationResult:
+        """Waits for the results of an iteration."""
+        result = started.read()
+        if self.was_aborted is not None:
+            self._agree_on_end(self.was_aborted(), forward_only)
+        return result
 
     def _agree_on_end(self, was_aborted: bool, forward_only: bool) -> None:
         """Whoever has aborted its communicators has read anything; whoever has not can finish the iteration alone, and
@@ -229,7 +250,7 @@ class Engine:
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)
-        self.prepare(batch.samples)
+        self.prepare(batch)
         losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
         tokens = {
             name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
@@ -237,9 +258,17 @@ class Engine:
         }
         self.gradients_are_complete = False
         self.router_corrections.begin()
-        self.executor.run(program, routes, batch, tokens, seed)
+        if self._copies is None:
+            self.executor.run(program, routes, batch, tokens, seed)
+        else:
+            copied = self._copies.to_device(batch, self._wanted_on_device(batch.samples))
+            self.executor.run(program, routes, copied, tokens, seed)
+            copied.release()
         cut = _digest(repr(assignment))
-        totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut], dtype=torch.float64)
+        # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
+        peaks = [0.0] * dist.get_world_size()
+        peaks[dist.get_rank()] = peak_memory_bytes(self.device)
+        totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut, *peaks], dtype=torch.float64)
         totals = to_device(totals, self.device)
         for (name, _, _), runner in self.executor.runners.items():
             if name in losses and runner.reports_loss(self.model.mesh.rank):
@@ -251,20 +280,22 @@ class Engine:
             if self._trained:
                 self._forget_unreached(reached)
             self.router_corrections.sum_counts(self.executor, self.device)
-            totals[-3] = to_device(self.model.counted_squared_norm(), self.device)
+            totals[len(losses)] = to_device(self.model.counted_squared_norm(), self.device)
             self.gradients_are_complete = self.was_aborted is None
         self.executor.sum_over_ranks(totals, "of losses")
 
         def result(values: list[float]) -> IterationResult:
-            if values.pop() != cut * dist.get_world_size():
+            of_losses, (norm, wish, digests, *peaks) = values[: len(losses)], values[len(losses) :]
+            if digests != cut * len(peaks):
                 raise StepFailedError(
                     f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
                     "do all processes read the same costs, data and version of motet?"
                 )
-            sums = dict(zip(losses, values[:-2], strict=True))
-            return IterationResult(self.weighted_loss(sums, tokens), sums, tokens, values[-2] ** 0.5, values[-1] > 0)
+            sums = dict(zip(losses, of_losses, strict=True))
+            loss, memory = self.weighted_loss(sums, tokens), tuple(map(int, peaks))
+            return IterationResult(loss, sums, tokens, norm**0.5, wish > 0, memory)
 
-        return StartedIteration(totals, result)
+        return StartedIteration(totals, len(losses), routes, self.executor.recorder, result)
 
     def weighted_loss(self, sums: Mapping[str, float], tokens: Mapping[str, int]) -> float:
         """The weighted sum of the modules' mean losses."""
@@ -288,9 +319,12 @@ class Engine:
         self.model.clip_gradients(norm, max_norm)
         return norm
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Derives what attention needs of a coming batch: who holds which tokens, and their masks. For the thread that
-        loads it; `run` does it where nobody has."""
+    def prepare(self, batch: Batch) -> None:
+        """Derives what attention needs of a coming batch: who holds which tokens, and their masks; and packs what goes
+        to the device. For the thread that loads it; `run` does it where nobody has."""
+        if self._copies is not None:
+            self._copies.pack(batch, self._wanted_on_device(batch.samples))
+        samples = batch.samples
         if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
         routes = derive_routes(self.plan, self.assignment(samples), samples)
@@ -311,9 +345,16 @@ class Engine:
                 own.update(i for microbatch in assignment.microbatches[module][replica] for i in microbatch)
         return {module: sorted(own) for module, own in places.items()}
 
+    def _wanted_on_device(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
+        """Of `wanted`, what no stage of this rank reads on the host."""
+        on_host = {
+            r.data_module for r in self.executor.runners.values() if getattr(r.module, "features_on_host", False)
+        }
+        return {module: indices for module, indices in self.wanted(samples).items() if module not in on_host}
+
     def timeline(self) -> Timeline:
-        """The measured timeline of the last iteration, of all ranks. Collective."""
-        mine = (socket.gethostname(), self.executor.started_s, self.executor.spans)
+        """The measured timeline of the last iteration, of all ranks. Collective; waits for the device."""
+        mine = (socket.gethostname(), *self.executor.recorder.read())
         known = gather_values(tuple[str, float, list[Span]], mine)
         # The monotonic clock is one per machine: between machines, iterations are taken to begin together.
         one_clock = len({host for host, _, _ in known}) == 1

@@ -7,7 +7,6 @@ and for which message of which rank it waited.
 """
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -23,12 +22,12 @@ from motet.plan import Stage, places
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.messages import LocalProgram, Mailbox
+from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Activation, Gradient, Holder
 from motet.schedule.lower import Message, Step
 from motet.schedule.routes import Cell, Route, Routes
-from motet.timeline import Span
 
 Doing = Step | str | None
 """The activity of a rank: a step of its program, or a description of something outside of it."""
@@ -56,10 +55,8 @@ class Executor:
         if has_own_memory(device) and dist.get_backend() != "gloo":
             self._hosts = dist.new_group(backend="gloo", timeout=mesh.timeout)
         self._doing: Doing = None
-        self.started_s = 0.0
-        """Start of the last iteration, by `time.perf_counter`."""
-        self.spans: list[Span] = []
-        """Spans of the last iteration, in seconds from its start on this rank."""
+        self.recorder = SpanRecorder(mesh.rank, device)
+        """Of the iteration that was started last."""
 
     def run(
         self,
@@ -81,8 +78,7 @@ class Executor:
         self._program, self._routes, self._seed = program, routes, seed
         self.deadline.start()
         self._mailbox = Mailbox(program, self.deadline, self.mesh.links)
-        self.spans = []
-        self.started_s = time.perf_counter()
+        self.recorder = SpanRecorder(self.mesh.rank, self.device)
         with self.doing("the beginning of the iteration"):
             for stage, runner in self.runners.items():
                 by_block = stage in program.gathered_by_block
@@ -118,7 +114,7 @@ class Executor:
         }
         if self._seed is not None:
             self._seed_dropout(cell)
-        with self.measured(str(action), action.kind.value):
+        with self.recorder.measured(action, action.kind.value):
             runner.forward(cell, inputs, is_split=cell in self._program.split)
             for route in self._routes.outgoing[cell]:
                 value = Activation(route.source, route.target)
@@ -136,7 +132,7 @@ class Executor:
         reducers = self._overlapping_with(action)
         if self._seed is not None and runner.runs_again(cell):
             self._seed_dropout(cell)
-        with self.measured(str(action), action.kind.value):
+        with self.recorder.measured(action, action.kind.value):
             for reducer in reducers:
                 reducer.arm()
             returned = runner.backward(cell, gradients)
@@ -149,7 +145,7 @@ class Executor:
     def _weight_half(self, action: Compute) -> None:
         runner = self.runners[action.cell[:3]]
         reducers = self._overlapping_with(action)
-        with self.measured(str(action), action.kind.value):
+        with self.recorder.measured(action, action.kind.value):
             for reducer in reducers:
                 reducer.expect(runner.parameters_left(action.cell))
             for parameter in runner.backward_weight(action.cell):
@@ -170,7 +166,7 @@ class Executor:
         received: list[torch.Tensor] = []
         shape = runner.output_shape(route) if gradient else runner.input_shape(route)
         if messages:
-            with self.measured(str(messages[0]), "wait"):
+            with self.recorder.measured(messages[0], "wait"):
                 received = self._mailbox.take(value)
                 if runner.num_row_shares(route, gradient=gradient) > 1:
                     received = [runner.whole_rows(received[0], shape[-2])]
@@ -231,14 +227,6 @@ class Executor:
     def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
         """Waits until the deadline of the last iteration. `what`: names the work in errors."""
         self.deadline.wait(work, what, peers)
-
-    @contextmanager
-    def measured(self, name: str, kind: str) -> Iterator[None]:
-        """Records a span."""
-        start = time.perf_counter()
-        yield
-        end = time.perf_counter()
-        self.spans.append(Span(self.mesh.rank, name, kind, start - self.started_s, end - self.started_s))
 
     @contextmanager
     def doing(self, what: Doing) -> Iterator[None]:

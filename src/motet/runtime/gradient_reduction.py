@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.costs.communication import BUCKET_BYTES
+from motet.devices import has_own_memory
 from motet.parallel.main_gradients import gradient_dtype, zero_gradient
 from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
 from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
@@ -242,9 +243,19 @@ def _buckets(parameters: Sequence[Copies], portion: Portion) -> list[Bucket]:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum of squares in float64, so that the order of summation does not show."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    """Sum of squares in float64, so that the order of summation does not show.
+
+    On an accelerator each gradient's norm is of its own precision: torch would first copy it whole to float64 there."""
+    norms = [
+        torch.linalg.vector_norm(
+            gradient,
+            dtype=torch.promote_types(gradient.dtype, torch.float32)
+            if has_own_memory(gradient.device)
+            else torch.float64,
+        )
+        for gradient in gradients
+    ]
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 Key = tuple[Reduce, str]

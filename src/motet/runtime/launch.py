@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from motet.cluster import available_cores
+from motet.devices import barrier
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 
@@ -197,7 +198,7 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
     )
     yield
     # A rank that leaves while others still talk to it makes gloo abort them.
-    dist.barrier(device_ids=None if device == "cpu" else [local_rank])
+    barrier()
     dist.destroy_process_group()
 
 

@@ -225,8 +225,8 @@ class ModuleWorkload:
         return replace(self, layers=tuple(layers))
 
     def packed(self) -> "ModuleWorkload":
-        """With a microbatch's samples in one row, as context-parallel ranks have them, where others are padded."""
-        return replace(self, arrangement="packed") if self.arrangement == "padded" else self
+        """With a language model's samples in one row, as context-parallel ranks have them."""
+        return replace(self, arrangement="packed") if self.kind == "language_model" else self
 
     @property
     def num_blocks(self) -> int:

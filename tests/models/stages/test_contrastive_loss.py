@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -50,7 +51,7 @@ def test_shares_of_the_rows_make_the_whole(
     shares = [places for mask in (first, ~first) if len(places := mask.nonzero()[:, 0])]
 
     def similarity(rows: Tensor, columns: Tensor, places: Tensor) -> Similarity:
-        return Similarity(rows.detach()[places], columns.detach(), places, scale.item(), bias.item())
+        return Similarity(rows.detach()[places], columns.detach(), places.numpy(), scale.detach(), bias.detach())
 
     with mock.patch.object(contrastive_loss, "BLOCK_BYTES", block * 8):
         there = [values(kind, similarity(x, y, places), both=both) for places in shares]
@@ -102,7 +103,7 @@ def test_nobody_holds_more_than_a_block(kind: LossKind, num_ranks: int) -> None:
     num_samples, width, block = 512 if num_ranks == 8 else 256, 2, 16 * 16
     num_rows, both = num_samples // num_ranks, num_ranks == 1
     x, y = torch.randn(num_rows, width), torch.randn(num_samples, width)
-    similarity = Similarity(x, y, torch.arange(num_rows), 10.0, -1.0)
+    similarity = Similarity(x, y, np.arange(num_rows), torch.tensor(10.0), torch.tensor(-1.0))
     with mock.patch.object(contrastive_loss, "BLOCK_BYTES", block * 4):
         with _Live() as forward:
             found = values(kind, similarity, both=both)
@@ -117,7 +118,7 @@ def test_nobody_holds_more_than_a_block(kind: LossKind, num_ranks: int) -> None:
 def test_features_far_apart_stay_finite() -> None:
     """Similarities of 1e4 would overflow an exponential that does not take the largest out."""
     x = torch.tensor([[100.0, 0.0], [0.0, 100.0], [-100.0, 0.0]])
-    found = values("softmax", Similarity(x, x, torch.arange(3), 1.0, 0.0), both=True)
+    found = values("softmax", Similarity(x, x, np.arange(3), torch.tensor(1.0), None), both=True)
     assert found.loss.item() == 0.0
     assert found.column_lse is not None
     assert torch.equal(found.lse, found.column_lse)

@@ -86,6 +86,8 @@ def test_one_run_of_a_name_at_a_time(servers: EtcdServers) -> None:
         first.register()
         with pytest.raises(UserError, match="a run of this name is being trained"):
             EtcdStore(address, SECRET, 1.0, is_new=True)
+        with EtcdStore(address, SECRET, 1.0, is_new=True, replaces=True) as second:
+            assert second._attempt == first._attempt + 1
 
 
 def test_nodes_of_an_earlier_attempt_end(servers: EtcdServers) -> None:

@@ -41,16 +41,17 @@ def test_a_package_that_is_missing_is_named(
 
 def test_progress_in_a_log_is_its_first_and_its_last_step(capsys: pytest.CaptureFixture[str]) -> None:
     """No terminal: a line every ten seconds at most."""
+    values = {"loss": 1.5, "samples_per_s": 20.0, "tokens_per_s": 1234.5, "mfu": 0.4, "peak_memory_bytes": [1, 2**29]}
     for visible in (True, False):
         progress = Progress(50, 0, visible=visible)
         for step in range(1, 51):
-            progress.advance(step, {"loss": 1.5, "samples_per_s": 20.0})
+            progress.advance(step, values)
         progress.note("done")
         progress.close()
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        "step 1/50  loss 1.5000  20.0 samples/s",
-        "step 50/50  loss 1.5000  20.0 samples/s",
+        "step 1/50  loss 1.5000  20.0 samples/s  1234 tokens/s  MFU 40.0%  0.50 GiB",
+        "step 50/50  loss 1.5000  20.0 samples/s  1234 tokens/s  MFU 40.0%  0.50 GiB",
         "done",
     ]
     assert said.out == ""

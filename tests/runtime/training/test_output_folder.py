@@ -102,15 +102,15 @@ def test_a_full_disk_says_what_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_deleted_folder_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Trainer.step
+    finish = Trainer._finish
 
-    def step_and_delete(trainer: Trainer, batch: Any) -> Any:
-        result = step(trainer, batch)
+    def finish_and_delete(trainer: Trainer, step: Any) -> Any:
+        result = finish(trainer, step)
         if trainer.is_first and trainer.finished_steps == 2:
             shutil.rmtree(tmp_path / "run")
         return result
 
-    monkeypatch.setattr(Trainer, "step", step_and_delete)
+    monkeypatch.setattr(Trainer, "_finish", finish_and_delete)
     with pytest.raises(AssertionError) as failed:
         train(run_config(tmp_path / "run", train__checkpoint_every=0))
     assert f"{tmp_path}/run/metrics.jsonl was deleted by another process after step 2" in str(failed.value)

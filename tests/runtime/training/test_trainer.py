@@ -11,19 +11,18 @@ import torch
 import torch.distributed as dist
 import yaml
 from distributed import run_distributed
-from training import Layout, plan_of, run_config, stored_tensors, train
+from training import Layout, ids_of_step, plan_of, run_config, spoil, stored_tensors, train
 
 from motet.assignment.sample import Sample
 from motet.cli.main import main
 from motet.config import RunConfig
-from motet.data.loader import LoadedBatch, Loader
-from motet.data.run_file import open_data
-from motet.data.service.tickets import Corrupt, InProcess, Split
+from motet.data.loader import LoadedBatch
+from motet.data.service.tickets import Corrupt, Split
 from motet.data.service.workers import Preparer
 from motet.errors import UserError
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput, StageOutput
-from motet.runtime.engine import Engine, IterationResult
+from motet.runtime.engine import Engine, StartedIteration
 from motet.runtime.training.trainer import TrainingSummary
 from motet.runtime.training.worker import train_worker
 from motet.timeline import Timeline
@@ -57,15 +56,15 @@ def test_evaluation_is_without_dropout(tmp_path: Path) -> None:
 
 
 def test_every_step_draws_its_own_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, run = tmp_path / "seeds", Engine.run
+    told, start = tmp_path / "seeds", Engine.start
 
-    def telling(self: Engine, *args: Any, seed: tuple[int, ...] | None = None, **kwargs: Any) -> IterationResult:
+    def telling(self: Engine, *args: Any, seed: tuple[int, ...] | None = None, **kwargs: Any) -> StartedIteration:
         if dist.get_rank() == 0:
             with told.open("a") as file:
                 file.write(f"{seed}\n")
-        return run(self, *args, seed=seed, **kwargs)
+        return start(self, *args, seed=seed, **kwargs)
 
-    monkeypatch.setattr(Engine, "run", telling)
+    monkeypatch.setattr(Engine, "start", telling)
     train(run_config(tmp_path / "run"))
     seeds = told.read_text().splitlines()
     assert len(seeds) == len(set(seeds)) == 4
@@ -89,11 +88,10 @@ def test_metrics_are_complete_and_not_doubled_when_resumed(tmp_path: Path) -> No
     assert lines[:3] == before[:3]
     assert resumed["evaluations"] == {4: whole["evaluations"][4]}
     steps = [line for line in lines if "loss" in line]
-    assert all(
-        line.keys() == {"step", "loss", "gradient_norm", "learning_rate", "step_s", "data_s", "samples_per_s"}
-        for line in steps
-    )
+    names = {"loss", "gradient_norm", "learning_rate", "samples_per_s", "tokens_per_s", "peak_memory_bytes"}
+    assert all(line.keys() == {"step", "step_s", "data_s", *names} for line in steps)
     assert all(line["step_s"] >= line["data_s"] >= 0 and line["gradient_norm"] > 0 for line in steps)
+    assert all(len(line["peak_memory_bytes"]) == 2 and min(line["peak_memory_bytes"]) > 2**20 for line in steps)
 
 
 def test_stages_are_told_of_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,24 +117,6 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/latest").resolve().name == "step_00000004"
     stored = json.loads((tmp_path / "checkpoints/latest/checkpoint.json").read_text())
     assert stored["state"]["metrics"]["best_loss"] == result["evaluations"][best_step]
-
-
-def ids_of_step(config: RunConfig, step: int) -> list[str]:
-    loader = Loader(InProcess(open_data(config).train), config.train.global_batch_size, seed=0, batches_ahead=0)
-    return [[sample.id for sample in next(loader).samples] for _ in range(step + 1)][step]
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, sample_ids: list[str]) -> None:
-    """The pixels of these samples become infinite."""
-    original = LoadedBatch.features
-
-    def features(batch: LoadedBatch, module: str, sample: int) -> dict[str, torch.Tensor]:
-        values = original(batch, module, sample)
-        if module == "vision" and batch.samples[sample].id in sample_ids:
-            return {key: torch.full_like(value, torch.inf) for key, value in values.items()}
-        return values
-
-    monkeypatch.setattr(LoadedBatch, "features", features)
 
 
 def test_a_step_that_is_not_finite_is_skipped_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +156,12 @@ def test_ranks_that_cannot_read_the_same_samples_are_told(tmp_path: Path, monkey
 def test_a_batch_is_cut_once_however_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the thread that trains, which would wait for it."""
 
-    def run(self: Engine, batch: LoadedBatch, **options: Any) -> IterationResult:
+    def start(self: Engine, batch: LoadedBatch, **options: Any) -> StartedIteration:
         assert any(samples is batch.samples for samples, _ in self._assigned)
         return original(self, batch, **options)
 
-    original = Engine.run
-    monkeypatch.setattr(Engine, "run", run)
+    original = Engine.start
+    monkeypatch.setattr(Engine, "start", start)
     train(run_config(tmp_path, data__batches_ahead=9, train__steps=4))
 
 

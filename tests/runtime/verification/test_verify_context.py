@@ -259,7 +259,7 @@ def test_masks_are_derived_beside_the_loading() -> None:
             patch.object(context_parallel, "device_mask", wraps=context_parallel.device_mask) as masks,
             float64_throughout(),
         ):
-            engine.prepare(batch.samples)
+            engine.prepare(batch)
             before = masks.call_count
             engine.run(batch)
             return before, masks.call_count

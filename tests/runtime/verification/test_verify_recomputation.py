@@ -1,5 +1,7 @@
 """`motet verify` for each kind of recomputation."""
 
+from dataclasses import replace
+
 import pytest
 from one_process import check
 from sampling import in_campaigns
@@ -17,7 +19,7 @@ CASES = {
     ),
 }
 PRODUCTS = {
-    f"{kind}, {name}": Scenario(**{"recompute": kind, **options})
+    f"{kind}, {name}": replace(Scenario(recompute=kind), **options)  # type: ignore[arg-type]
     for kind in ("attention", "every_3", "offload")
     for name, options in {
         "sequence parallel": {"tp": 2, "sequence_parallel": True, "placement": "replicated"},

@@ -15,7 +15,7 @@ from motet.costs.analytic import KernelTime, Speeds, fit_speeds
 from motet.costs.communication import fit_link
 from motet.costs.cost_model import LinkCost
 from motet.costs.kernels import Kernel
-from motet.devices import communication_device, device_name, has_own_memory, synchronize
+from motet.devices import barrier, communication_device, device_name, has_own_memory, synchronize
 
 LINK_ELEMENTS = (1, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
 """float32 elements of the messages and sums that are measured: 4 bytes to 16 MiB."""
@@ -33,7 +33,7 @@ def start_together(device: torch.device) -> None:
     """All ranks begin at the same time."""
     synchronize(device)
     if world_size() > 1:
-        dist.barrier()
+        barrier()
 
 
 def mean_over_ranks(value: float) -> float:

@@ -68,10 +68,11 @@ class Similarity(NamedTuple):
     """[n, d]"""
     columns: Tensor
     """[N, d]"""
-    places: Tensor
+    places: Ints
     """[n]: which sample each row belongs to, ascending."""
-    scale: float
-    bias: float
+    scale: Tensor
+    bias: Tensor | None
+    """None: zero."""
 
     def blocks(self) -> Iterator[Block]:
         (num_rows, _), (num_columns, _) = self.rows.shape, self.columns.shape
@@ -81,7 +82,8 @@ class Similarity(NamedTuple):
         buffers = [self.rows.new_empty(height * width) for _ in range(2)]
         starts = range(0, num_columns, width)
         # Which rows' own samples stand at or after the beginning of each run of columns.
-        firsts = torch.searchsorted(self.places, self.places.new_tensor([*starts, num_columns])).tolist()
+        firsts = np.searchsorted(self.places, [*starts, num_columns]).tolist()
+        scaled, places = self.rows * self.scale, to_device(torch.from_numpy(self.places), self.rows.device)
         for top in range(0, num_rows, height):
             rows = slice(top, min(top + height, num_rows))
             for i, left in enumerate(starts):
@@ -89,16 +91,15 @@ class Similarity(NamedTuple):
                 shape = (rows.stop - top, columns.stop - left)
                 block, scratch = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
                 # With beta = 0 what the block holds is not read.
-                torch.addmm(block, self.rows[rows], self.columns[columns].T, beta=0, alpha=self.scale, out=block)
-                if self.bias:
+                torch.addmm(block, scaled[rows], self.columns[columns].T, beta=0, out=block)
+                if self.bias is not None:
                     block.add_(self.bias)
                 own = slice(max(top, firsts[i]), min(rows.stop, firsts[i + 1]))
-                yield Block(rows, columns, block, scratch, self._meeting(own, top, left))
-
-    def _meeting(self, own: slice, top: int, left: int) -> tuple[Tensor, Tensor] | None:
-        if own.start >= own.stop:
-            return None
-        return torch.arange(own.start - top, own.stop - top, device=self.places.device), self.places[own] - left
+                meeting = None
+                if own.start < own.stop:
+                    rows_there = torch.arange(own.start - top, own.stop - top, device=places.device)
+                    meeting = rows_there, places[own] - left
+                yield Block(rows, columns, block, scratch, meeting)
 
 
 class Values(NamedTuple):
@@ -485,7 +486,7 @@ def _similarity(
     rows = _rows_at(own[side.rows], at)
     columns = _rows_at(whole[side.columns], np.searchsorted(share.samples[side.columns], samples))
     places = np.searchsorted(samples, share.places(side.rows)[at])
-    return Similarity(rows, columns, to_device(torch.from_numpy(places), rows.device), scale.item(), bias.item())
+    return Similarity(rows, columns, places, scale, bias if share.kind == "sigmoid" else None)
 
 
 def _exchange_lse(

@@ -10,7 +10,7 @@ have no bias, so those samples pass the layer as they would alone.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_mem
 from motet.attention.masks.token_layout import Document
 from motet.devices import to_device
 from motet.errors import UserError
+from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample
 from motet.families.family_features import check_feature
 from motet.families.language_models import cross_attention_layers
 from motet.models.stages.causal import (
@@ -48,6 +49,7 @@ from motet.parallel.context_sequence import (
     reach_of,
     set_attention,
 )
+from motet.parallel.packed_attention import PACKED_ATTENTION, PackedRow
 from motet.parallel.sequence_parallel import hand_on_shares
 from motet.parallel.tensor_collectives import reduce_from_group, scale_gradient
 from motet.parallel.tensor_parallel import tensor_parallel_layout
@@ -109,6 +111,7 @@ class LanguageModelStage(CausalStage):
         """Sliding windows and chunks of the stage's blocks."""
         self._context: ContextParallel | None = None
         self._takes_share = False
+        self._attends_by_sample = False
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
             self.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=alone))
@@ -118,16 +121,22 @@ class LanguageModelStage(CausalStage):
         rules say.
 
         Raises `UserError` for what that attention cannot do."""
+        if self._preprocess is not None:
+            raise UserError(
+                f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
+                "placeholder or prepend"
+            )
+        self._check_own_attention(cp)
+        self._context, self.packing, self._attends_by_sample = cp, True, False
+        set_attention(self.module, ATTENTION)
+
+    def _check_own_attention(self, cp: ContextParallel) -> None:
+        """Raises `UserError` for models that attention of motet's own does not support."""
         config = self.module.config
         if self.cross_attends:
             raise UserError(
                 f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
                 "support; use cp 1 and media_attention causal"
-            )
-        if self._preprocess is not None:
-            raise UserError(
-                f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
-                "placeholder or prepend"
             )
         unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_ATTENTION
         if unknown:
@@ -139,8 +148,31 @@ class LanguageModelStage(CausalStage):
         check_feature(config, method, "use cp 1 and media_attention causal")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
-        self._context, self.packing = cp, True
-        set_attention(self.module, ATTENTION)
+
+    def attend_by_sample(self, how: str) -> None:
+        """Sets the attention of packed samples, by a value of `parallel.packed_attention`.
+
+        Raises `UserError` for what the chosen one cannot do."""
+        if self._context is not None or not attends_by_sample(self.module.config.model_type, how):
+            return
+        backends: dict[str, Literal["auto", "flex"]] = {"motet": "auto", "flex": "flex"}
+        options = ContextOptions(backend=backends.get(how, "dense"))
+        alone = ContextParallel(group=None, rank=0, size=1, options=options)
+        try:
+            if how == "varlen" and self.module.config.model_type in WITH_OTHER_MASKS:
+                raise UserError(
+                    f"parallel.packed_attention: varlen knows no sinks or chunks, which {self.name} has; use sdpa"
+                )
+            self._check_own_attention(alone)
+        except UserError:
+            if how == "auto":
+                return
+            raise
+        if how in backends:
+            self.enable_context_parallel(alone)
+        else:
+            self._attends_by_sample = True
+            set_attention(self.module, PACKED_ATTENTION)
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         return (*self._rows_and_columns(samples), self.width(self.layers[0]))
@@ -246,7 +278,10 @@ class LanguageModelStage(CausalStage):
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
         lengths = sequences.length_of_token()
-        num_calls = 0 if context is None else context.num_calls
+        if self._attends_by_sample:
+            options["context"] = PackedRow(sequences.lengths, device)
+        own_attention: ContextSequence | PackedRow | None = options.get("context")
+        num_calls = 0 if own_attention is None else own_attention.num_calls
         if self._takes_share and self._handover is not None:
             self._handover.whole_length = self._rows_and_columns(inputs.samples)[1]
         made = self.run_layers(
@@ -255,10 +290,10 @@ class LanguageModelStage(CausalStage):
             enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
             rows=rows,
             lengths=lengths if context is None else lengths[:, context.host_tokens],
-            packed_positions=positions if self.packing and context is None else None,
+            packed_positions=positions if self.packing and own_attention is None else None,
             options=options,
         )
-        assert context is None or context.num_calls - num_calls == len(self.own_blocks)
+        assert own_attention is None or own_attention.num_calls - num_calls == len(self.own_blocks)
         return made
 
     def _token_ids(self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:

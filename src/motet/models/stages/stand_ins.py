@@ -8,7 +8,8 @@ zeros of the right shape, which nobody reads.
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool,
     blocks: Any = model.get_submodule(paths.blocks)
     for index, block in enumerate(blocks):
         if index in own:
-            _enter_and_leave(block, index, handover, leaves=not is_last and index == own.stop - 1)
+            _enter_and_leave(block, _Place(index, handover, not is_last and index == own.stop - 1))
         else:
             blocks[index] = BlockStandIn(block, index, handover)
     for path in () if is_first else paths.embed_parts:
@@ -156,12 +157,29 @@ def _check_sharing(model: Any) -> None:
                     )
 
 
-def _enter_and_leave(block: nn.Module, index: int, handover: Handover, *, leaves: bool) -> None:
+class _Place(NamedTuple):
+    """The place of one of the stage's blocks."""
+
+    index: int
+    handover: Handover
+    leaves: bool
+    """Its output leaves the stage."""
+
+
+def _enter_and_leave(block: nn.Module, place: _Place) -> None:
     """Puts in what was received, where no block before the stage's own was called, and leaves the forward behind the
     last one. Around the block's whole call: hooks and recomputation are inside."""
     block_class: Any = type(block)
+    block.motet_place = place  # type: ignore[assignment]
+    block.__class__ = _class_with_place(block_class)
+
+
+@cache
+def _class_with_place(block_class: Any) -> type[nn.Module]:
+    """One class for all blocks of a class: `torch.compile` makes code for each."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        index, handover, leaves = self.motet_place
         found = arguments(args, kwargs)
         if handover.received is not None:
             if not handover.is_passed_on:
@@ -176,4 +194,4 @@ def _enter_and_leave(block: nn.Module, index: int, handover: Handover, *, leaves
         return output
 
     names = {"__call__": call, "__module__": block_class.__module__}
-    block.__class__ = type(block_class.__name__, (block_class,), names)
+    return type(block_class.__name__, (block_class,), names)

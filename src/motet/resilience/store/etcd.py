@@ -67,11 +67,14 @@ StoreAddress = Address | EtcdAddress
 
 
 class EtcdStore(AbstractContextManager["EtcdStore"]):
-    """A client. `is_new`: begins another attempt; otherwise the newest one is used.
+    """A client. `is_new`: begins another attempt; otherwise the newest one is used. `replaces`: the newest one was this
+    process's, which has ended its nodes, though their leases may still run.
 
     Raises `UserError` if the package is missing or no server can be used."""
 
-    def __init__(self, address: EtcdAddress, secret: bytes, silence_s: float, *, is_new: bool = False) -> None:
+    def __init__(
+        self, address: EtcdAddress, secret: bytes, silence_s: float, *, is_new: bool = False, replaces: bool = False
+    ) -> None:
         self._secret, self._lease_s = secret, max(SHORTEST_LEASE_S, math.ceil(silence_s))
         self._servers = [_client(server) for server in address.servers]
         self._current = 0
@@ -81,7 +84,7 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             self.here = _address_towards(address.servers)
             attempt = self._newest_attempt()
             if is_new:
-                if any(key.startswith("alive/") for key in self._read(f"{self._run}{attempt}/", 0)[0]):
+                if not replaces and any(key.startswith("alive/") for key in self._read(f"{self._run}{attempt}/", 0)[0]):
                     raise UserError(f"{address}: a run of this name is being trained; give another name, or join it")
                 attempt += 1
                 self._create(f"{self._run}attempt/{attempt}", "")
@@ -147,8 +150,9 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
     def _read_on(self) -> None:
         while not self._is_closed.is_set():
             with suppress(StoreAwayError):
+                self._renew()  # Before what may take longer while servers change.
+            with suppress(StoreAwayError):
                 self._read_once()
-                self._renew()
             self._changed.wait(READ_S)
             self._changed.clear()
 

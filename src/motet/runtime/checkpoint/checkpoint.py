@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from motet.devices import has_own_memory, synchronize
+from motet.devices import barrier, has_own_memory, synchronize
 from motet.errors import UserError
 from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
@@ -349,7 +349,7 @@ class CheckpointWriter:
     def _write(self, state: TrainingState, is_best: bool) -> None:
         try:
             # Nobody touches the folder before all have ended what they were writing in a world before this one.
-            dist.barrier(self._group)
+            barrier(self._group)
             self.last = write_checkpoint(
                 self._folder, self._copies, state, keep=self._keep, is_best=is_best, group=self._group
             )

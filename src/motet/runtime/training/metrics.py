@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -18,13 +18,29 @@ from rich.progress import Progress as RichProgress
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 
-# One line of progress on stderr: live on a terminal, now and then in a log file.
+Values = Mapping[str, float | Sequence[int]]
+"""Metrics by name; those that each rank has of its own, by rank."""
+
+
+def progress_text(values: Mapping[str, Any]) -> str:
+    """What a line of progress says of a step: `values` are its metrics."""
+    text = f"loss {values['loss']:.4f}  {values['samples_per_s']:.1f} samples/s  {values['tokens_per_s']:.0f} tokens/s"
+    if "mfu" in values:
+        text += f"  MFU {values['mfu']:.1%}"
+    return f"{text}  {max(values['peak_memory_bytes']) / 2**30:.2f} GiB"
+
+
+def _numbers(values: Values) -> dict[str, float]:
+    """For destinations that take numbers alone: the largest of all ranks' own."""
+    return {name: value if isinstance(value, int | float) else max(value) for name, value in values.items()}
 
 
 LOG_INTERVAL_S = 10.0
 
 
 class Progress:
+    """One line of progress on stderr: live on a terminal, now and then in a log file."""
+
     def __init__(self, num_steps: int, finished_steps: int, *, visible: bool) -> None:
         self._visible, self._num_steps = visible, num_steps
         self._live: RichProgress | None = None
@@ -42,10 +58,10 @@ class Progress:
             self._task = self._live.add_task("", total=num_steps, completed=finished_steps)
             self._live.start()
 
-    def advance(self, finished_steps: int, values: Mapping[str, float]) -> None:
+    def advance(self, finished_steps: int, values: Values) -> None:
         if not self._visible:
             return
-        text = f"loss {values['loss']:.4f}  {values['samples_per_s']:.1f} samples/s"
+        text = progress_text(values)
         if self._live is not None:
             self._live.update(self._task, completed=finished_steps, description=text)
         elif time.monotonic() - self._logged_s >= LOG_INTERVAL_S or finished_steps == self._num_steps:
@@ -81,7 +97,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Sink(Protocol):
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, step: int, values: Values) -> None: ...
 
     def close(self) -> None: ...
 
@@ -96,8 +112,11 @@ class JsonLines:
         with _writing(path):
             self._file = path.open("a", buffering=1)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def write(self, step: int, values: Values) -> None:
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
         with _writing(self._path):
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
         if not os.fstat(self._file.fileno()).st_nlink:
@@ -128,8 +147,8 @@ class TensorBoard:
         module: Any = _import("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(str(folder), purge_step=keep_until_step + 1)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
+    def write(self, step: int, values: Values) -> None:
+        for name, value in _numbers(values).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -142,8 +161,8 @@ class WeightsAndBiases:
     def __init__(self, folder: Path) -> None:
         self._run: Any = _import("wandb", "wandb").init(dir=str(folder), project="motet", mode="offline")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(_numbers(values), step=step)
 
     def close(self) -> None:
         self._run.finish()

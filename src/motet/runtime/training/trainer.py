@@ -1,5 +1,8 @@
 """The training loop: steps, evaluation, metrics, checkpoints, and what to do when numbers are no longer finite.
 
+A device that computes beside the host is given the next step before the host reads the results of this one, except
+where an evaluation or a checkpoint comes first, and under `train.failures`.
+
 Dropout depends on seed, step, stage and microbatch alone, so a resumed run draws what the undisturbed one would have.
 """
 
@@ -9,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +36,10 @@ from motet.runtime.checkpoint.checkpoint import (
 )
 from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
 from motet.runtime.deadline import StepFailedError, interrupted_after
-from motet.runtime.engine import Engine, IterationResult
-from motet.runtime.training.metrics import OutputError, Progress, Sink, append_line, keep_lines, open_sinks
+from motet.runtime.engine import Engine, IterationResult, StartedIteration
+from motet.runtime.training.metrics import OutputError, Progress, Sink, Values, append_line, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.rates import Rates
 from motet.timeline import Timeline
 
 WARM_UP_STEPS = 3
@@ -72,6 +76,8 @@ class TrainingSummary:
     """Duration of every step of this run, including the wait for its data."""
     iteration_s: list[float] = field(default_factory=list)
     """Duration of every step of this run, without the wait for its data."""
+    mfu: list[float] = field(default_factory=list)
+    """Model FLOPs utilization in `iteration_s`, on the first rank, where the devices' peak is known."""
     timeline: Timeline = field(default_factory=lambda: Timeline(()))
     """Measured timeline of the last step."""
     checkpoint: Path | None = None
@@ -101,6 +107,27 @@ class TrainingSummary:
         self.skipped_steps = [step for step in before.skipped_steps if step <= self.steps] + self.skipped_steps
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that was given to the device."""
+
+    number: int
+    """The first step is 1."""
+    batch: LoadedBatch
+    started: StartedIteration
+    data: dict[str, Any]
+    """The loader's state after it."""
+    data_s: float
+    """Seconds for which the host waited for its data."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    number: int
+    values: Values
+    """Its metrics."""
+
+
 def settled_median(seconds: Sequence[float]) -> float:
     """The median without the first `WARM_UP_STEPS`, if there are more."""
     return statistics.median(seconds[WARM_UP_STEPS:] or seconds or [math.nan])
@@ -116,13 +143,14 @@ class Trainer:
         loader: Loader,
         held_out: Sequence[Batch] | None,
         settings: TrainConfig,
+        rates: Rates,
         computation: Mapping[str, Any] | None = None,
     ) -> None:
         """`computation`: what of the model a checkpoint has to share with it
         (`motet.runtime.checkpoint.folder`); None: only what shows in the parameters."""
         self.computation = dict(computation or {})
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
-        self.settings = settings
+        self.settings, self._rates = settings, rates
         loader.prepare = engine.prepare
         engine.keep_ahead(loader.batches_ahead)
         self.output = Path(settings.output)
@@ -135,6 +163,8 @@ class Trainer:
         """Called on every rank after every step."""
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
         self._sinks: list[Sink] = []
+        self._since_s = 0.0
+        """When the time of the next step to be finished began, by `time.perf_counter`."""
 
     @property
     def finished_steps(self) -> int:
@@ -200,36 +230,31 @@ class Trainer:
             self._sinks = self._open_sinks(self.finished_steps - (not is_settled))
             if not is_settled:  # A failure came between a step and what follows it.
                 assert self.summary.last is not None
-                self._write(self._metrics(self.summary.last))
+                self._write(self.finished_steps, self._metrics(self.finished_steps, self.summary.last))
                 self._evaluate_and_save(progress)
             elif self.summary.save_again:
                 self._save()
             self.summary.save_again = False
+            launched: deque[LaunchedStep] = deque()
+            self._since_s = time.perf_counter()
             while not self.is_done and not self.is_paused:
-                started = time.perf_counter()
                 with (
                     executor.deadline.guarded(),
                     interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)),
                 ):
-                    with executor.doing("waiting for its data"):
-                        batch = next(self.loader)
-                    self._report_skipped(batch)
-                    loaded = time.perf_counter()
-                    result = self.step(batch)
-                ended = time.perf_counter()
-                self.summary.step_s.append(ended - started)
-                self.summary.iteration_s.append(ended - loaded)
-                values = self._metrics(result) | {
-                    "step_s": ended - started,
-                    "data_s": loaded - started,
-                    "samples_per_s": len(batch.samples) / (ended - started),
-                }
-                progress.advance(self.finished_steps, values)
-                self._write(values)
-                self.after_step()
+                    launched.append(self._launch(self.finished_steps + len(launched) + 1))
+                    finished = []
+                    while len(launched) > int(self._runs_ahead(launched)):
+                        finished.append(self._finish(launched.popleft()))
+                for step in finished:
+                    progress.advance(step.number, step.values)
+                    self._write(step.number, step.values)
+                    self.after_step()
                 if self.is_done:
                     self.summary.timeline = self.engine.timeline()
-                self._evaluate_and_save(progress)
+                if finished:
+                    self._evaluate_and_save(progress)
+                    self._since_s = time.perf_counter() if not launched else self._since_s
             self.summary.checkpoint = self._checkpoints.finish()
         except NonFiniteError:
             self._checkpoints.finish()
@@ -251,42 +276,75 @@ class Trainer:
                     sink.close()
         return self.summary
 
-    def step(self, batch: Batch) -> IterationResult:
-        """One update, unless numbers are not finite."""
-        engine = self.engine
+    def _launch(self, number: int) -> LaunchedStep:
+        """Gives a step to the device."""
+        engine, began_s = self.engine, time.perf_counter()
+        with engine.executor.doing("waiting for its data"):
+            batch = next(self.loader)
+        self._report_skipped(number, batch)
+        data_s = time.perf_counter() - began_s
         engine.model.zero_gradients()
-        if self._runs_ahead:
-            result = self._run_ahead(batch)
-        else:
-            result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
+        started = engine.start(batch, seed=(self.settings.seed, number - 1))
+        if self._updates_on_device:
+            # Without waiting for the loss: where that is not finite, the device changes nothing.
+            self._optimize(number, started.gradient_norm, started.is_finite)
+        return LaunchedStep(number, batch, started, self.loader.state(), data_s)
+
+    def _runs_ahead(self, launched: Sequence[LaunchedStep]) -> bool:
+        """Whether the host gives the device another step before it reads the results of the last one of `launched`."""
+        settings = self.settings
+        return (
+            bool(launched)
+            and self._updates_on_device
+            and not self.is_paused
+            and settings.failures is None
+            and not self._is_due(settings.eval_every, launched[-1].number)
+            and not self._is_due(settings.checkpoint_every, launched[-1].number)
+            and launched[-1].number < settings.steps
+        )
+
+    def _finish(self, step: LaunchedStep) -> FinishedStep:
+        """Reads the results of a step, which was an update unless numbers are not finite."""
+        engine = self.engine
+        with engine.executor.doing("reading the results of the step"):
+            result = engine.finish(step.started)
         if not _is_finite(result):
-            self._report_non_finite(batch, result)
-        self.is_paused = result.pause
-        self.update(result, self.loader.state())
+            self._report_non_finite(step, result)
+        self.is_paused |= result.pause
+        self.update(result, step.data)
         if _is_finite(result):
             with engine.executor.doing("the exchange of new parameters"):
                 self.optimizer.exchange()
-        return result
+        ended_s = time.perf_counter()
+        step_s, self._since_s = ended_s - self._since_s, ended_s
+        on_device = has_own_memory(engine.device)
+        iteration_s = step.started.recorder.duration_s if on_device else step_s - step.data_s
+        rates = self._rates.of_step(step.started.routes, step.batch.samples, step_s) if self.is_first else {}
+        if "mfu" in rates:
+            self.summary.mfu.append(rates["mfu"] * step_s / iteration_s)
+        self.summary.step_s.append(step_s)
+        self.summary.iteration_s.append(iteration_s)
+        values: Values = {
+            **self._metrics(step.number, result),
+            "step_s": step_s,
+            "data_s": step.data_s,
+            "peak_memory_bytes": result.peak_memory_bytes,
+            **rates,
+        }
+        return FinishedStep(step.number, values)
 
     @property
-    def _runs_ahead(self) -> bool:
+    def _updates_on_device(self) -> bool:
         """Whether the device updates parameters before the host knows of the iteration's end."""
         return has_own_memory(self.engine.device) and self.engine.was_aborted is None
 
-    def _run_ahead(self, batch: Batch) -> IterationResult:
-        """An iteration and its update, which the device has to do before the host waits for the loss."""
-        with self.engine.executor.deadline.guarded():
-            started = self.engine.start(batch, seed=(self.settings.seed, self.finished_steps))
-            self._optimize(started.gradient_norm, started.is_finite)
-            return started.read()
-
-    def _optimize(self, gradient_norm: float | Tensor, is_finite: Tensor | None = None) -> None:
-        """`is_finite`: on the device; where it is false nothing changes."""
+    def _optimize(self, number: int, gradient_norm: float | Tensor, is_finite: Tensor | None = None) -> None:
+        """The optimizer's part of a step. `is_finite`: on the device; where it is false nothing changes."""
         executor = self.engine.executor
-        with executor.doing("the optimizer's step"), executor.measured("optimizer", "optimizer"):
+        with executor.doing("the optimizer's step"), executor.recorder.measured("optimizer", "optimizer"):
             if self.settings.clip_grad_norm:
                 self.engine.model.clip_gradients(gradient_norm, self.settings.clip_grad_norm)
-            self.optimizer.step(self.finished_steps, is_finite)
+            self.optimizer.step(number - 1, is_finite)
             self.engine.router_corrections.update(is_finite)
             self.engine.model.after_update()
 
@@ -297,39 +355,38 @@ class Trainer:
         Under torch's ZeRO-1 it is collective."""
         if not _is_finite(result):
             self.summary.skipped_steps.append(self.finished_steps + 1)
-        elif not self._runs_ahead:
-            self._optimize(result.gradient_norm)
+        elif not self._updates_on_device:
+            self._optimize(self.finished_steps + 1, result.gradient_norm)
         self.summary.losses.append(result.loss)
         self.summary.last, self.summary.data = result, data
         self.summary.steps += 1
 
-    def _report_skipped(self, batch: LoadedBatch) -> None:
+    def _report_skipped(self, number: int, batch: LoadedBatch) -> None:
         """Writes down which samples the batch lacks. Collective where there may be any."""
         if not self.loader.may_skip:
             return
         if not is_same_on_all_ranks(str(batch.indices()), self.engine.device):
             raise StepFailedError(
-                f"step {self.finished_steps + 1}: the ranks do not agree on which samples can be prepared; do all of "
+                f"step {number}: the ranks do not agree on which samples can be prepared; do all of "
                 "them, or all data servers, see the same files?"
             )
         if batch.skipped:
             self.summary.skipped_samples += batch.skipped
-            line = json.dumps({"step": self.finished_steps + 1, "skipped": batch.skipped})
+            line = json.dumps({"step": number, "skipped": batch.skipped})
             self._append(SKIPPED_SAMPLES, line)
 
-    def _report_non_finite(self, batch: Batch, result: IterationResult) -> None:
+    def _report_non_finite(self, step: LaunchedStep, result: IterationResult) -> None:
         """Writes the batch's sample ids down; raises unless such steps are to be skipped. Collective."""
-        step = self.finished_steps + 1
         what = {
-            "step": step,
+            "step": step.number,
             "loss": repr(result.loss),
             "gradient_norm": repr(result.gradient_norm),
-            "samples": [sample.id for sample in batch.samples],
+            "samples": [sample.id for sample in step.batch.samples],
         }
         self._append(NON_FINITE, json.dumps(what))
         if self.settings.on_nonfinite == "stop":
             raise NonFiniteError(
-                f"step {step}: loss {result.loss}, gradient norm {result.gradient_norm}; the batch's "
+                f"step {step.number}: loss {result.loss}, gradient norm {result.gradient_norm}; the batch's "
                 f"sample ids are in {self.output / NON_FINITE}; train.on_nonfinite: skip would leave such steps out"
             )
 
@@ -341,14 +398,14 @@ class Trainer:
             raise OutputError(str(error)) from error
 
     def _evaluate_and_save(self, progress: Progress) -> None:
-        if self.held_out is not None and self._is_due(self.settings.eval_every):
+        if self.held_out is not None and self._is_due(self.settings.eval_every, self.finished_steps):
             loss = self.summary.evaluations[self.finished_steps] = self.evaluate()
             progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
-            self._write({"held_out_loss": loss})
+            self._write(self.finished_steps, {"held_out_loss": loss})
             if loss < self.summary.best_loss:
                 self.summary.best_loss, self.summary.best_step = loss, self.finished_steps
         every = self.settings.checkpoint_every
-        if every and (self._is_best or self._is_due(every)):
+        if every and (self._is_best or self._is_due(every, self.finished_steps)):
             self._save()
         self.summary.settled_steps = self.finished_steps
 
@@ -356,8 +413,9 @@ class Trainer:
     def _is_best(self) -> bool:
         return self.summary.best_step == self.finished_steps
 
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and (self.finished_steps % every == 0 or self.is_done)
+    def _is_due(self, every: int, step: int) -> bool:
+        """Whether something follows the step that happens every so many steps and after the last one; 0: never."""
+        return every > 0 and (step % every == 0 or step >= self.settings.steps)
 
     def evaluate(self) -> float:
         """Mean loss per loss token over the held-out samples, forward only and without dropout; of several losses the
@@ -392,13 +450,13 @@ class Trainer:
             num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model, self.optimizer)
         on_first_rank(None, lambda: _make_folder(self.output, num_bytes))
 
-    def _metrics(self, result: IterationResult) -> dict[str, float]:
-        """Of the last finished step, without times."""
+    def _metrics(self, number: int, result: IterationResult) -> Values:
+        """Of a finished step, without times."""
         return {
             "loss": result.loss,
             **_losses_by_module(result),
             "gradient_norm": result.gradient_norm,
-            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+            "learning_rate": self.settings.learning_rate * self.optimizer.factor(number - 1),
         }
 
     def _open_sinks(self, keep_until_step: int) -> list[Sink]:
@@ -409,9 +467,9 @@ class Trainer:
             keep_lines(self.output / name, until_step=self.finished_steps)
         return open_sinks(self.settings.metrics, self.output, keep_until_step=keep_until_step)
 
-    def _write(self, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: Values) -> None:
         for sink in self._sinks:
-            sink.write(self.finished_steps, values)
+            sink.write(step, values)
 
 
 def _losses_by_module(result: IterationResult) -> dict[str, float]:

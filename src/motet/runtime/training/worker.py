@@ -15,9 +15,10 @@ from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
 from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
-from motet.devices import peak_memory_bytes
+from motet.devices import barrier, peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.from_run_file import shortest_seconds
 from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
@@ -25,6 +26,7 @@ from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, 
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory
+from motet.runtime.training.rates import Rates
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
@@ -51,7 +53,7 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
             trainer.start_from(Path(config.train.start_from))
         if config.train.resume is not None and dist.get_rank() == 0:
             print(resume_message(found, trainer), file=sys.stderr, flush=True)
-        dist.barrier()  # Links are tried with little patience for a rank that is late.
+        barrier()  # Links are tried with little patience for a rank that is late.
         trainer.engine.open_communicators()
         return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:
@@ -90,7 +92,8 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
                 flush=True,
             )
     optimizer = build_optimizer(config, engine.model)
-    return Trainer(engine, optimizer, loader, held_out, train, computation_of(config))
+    rates = Rates(engine.plan, shortest_seconds(config, engine.plan))
+    return Trainer(engine, optimizer, loader, held_out, train, rates, computation_of(config))
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def training_result(
             "bubble_fraction": summary.timeline.bubble_fraction,
             "peak_memory_bytes": peaks,
             "num_devices": dist.get_world_size(),
-            "mfu": None,
+            "mfu": settled_median(summary.mfu) if summary.mfu else None,
             "timeline": summary.timeline.to_json(),
         },
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,

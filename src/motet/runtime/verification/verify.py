@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.devices import communication_device
+from motet.devices import barrier, communication_device
 from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
 from motet.models.graph import LanguageModelNode, ModuleNode
@@ -132,7 +132,7 @@ def verify_batch(
         comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
         if routing is not None and routing.disagreements:
             comparison = replace(comparison, passed=False, failures=[*comparison.failures, *routing.disagreements])
-    dist.barrier()
+    barrier()
     return comparison
 
 
