@@ -21,7 +21,7 @@ FACTORS = {
     "tensor": ("1", "2", "2 with sequence parallelism"),
     "dp": (1, 2),
     "context": ("none", "all_gather lpt", "ring contiguous", "ring zigzag", "ulysses lpt"),
-    "sharing": ("none", "by owners", "by rows"),
+    "sharing": ("none", "by owners", "by rows", "gradients by rows"),
     "experts": ("none", "cut", "over ranks", "over replicas"),
     "lora": ("none", "language model", "vision"),
     "frozen": tuple(FROZEN),
@@ -30,7 +30,10 @@ FACTORS = {
     "packing": (False, True),
     "recompute": (False, True),
     "tied": (False, True),
+    "assignment": ("contiguous", "post_balanced"),
+    "features again": (False, True),
 }
+BY_ROWS = ("by rows", "gradients by rows")
 LORA = {"none": (), "language model": ("language_model",), "vision": ("vision",)}
 
 
@@ -51,7 +54,7 @@ def allowed(row: Row) -> bool:
         return False
     if of("context") == "ulysses lpt" and of("tensor", "1") != "1":
         return False  # There are two key heads.
-    if of("sharing") == "by rows" and of("dp") == 1:
+    if of("sharing") in BY_ROWS and of("dp") == 1:
         return False
     if of("experts") == "over ranks" and of("tensor") == "1":
         return False
@@ -84,7 +87,8 @@ def scenario_of(row: Row) -> Scenario:
         cp_policy=policy or "lpt",
         placement="colocated" if by_owners else "shared",
         fully_sharded=row["sharing"] != "none",
-        sharded_replicas=row["dp"] if row["sharing"] == "by rows" else 1,
+        sharded_replicas=row["dp"] if row["sharing"] in BY_ROWS else 1,
+        whole_parameters=row["sharing"] == "gradients by rows",
         ep={"over ranks": tp_size, "over replicas": tp_size * row["dp"]}.get(row["experts"], 1),
         lora=LORA[row["lora"]],
         frozen=row["frozen"],
@@ -92,6 +96,8 @@ def scenario_of(row: Row) -> Scenario:
         schedule=row["schedule"],
         packing=row["packing"],
         recompute=row["recompute"],
+        recompute_features=row["features again"],
+        assignment=row["assignment"],
         router_aux_loss=0.0 if row["experts"] == "none" else 0.05,
     )
 
@@ -101,17 +107,17 @@ USUAL = [
     {
         "llm_pp": 2, "tensor": "1", "dp": 2, "context": "none", "sharing": "by rows", "experts": "none",
         "lora": "language model", "frozen": "audio", "items": "half", "schedule": "zero_bubble_h1", "packing": True,
-        "recompute": False, "tied": True,
+        "recompute": False, "tied": True, "assignment": "post_balanced", "features again": False,
     },
     {
         "llm_pp": 2, "tensor": "2 with sequence parallelism", "dp": 1, "context": "none", "sharing": "none",
         "experts": "over ranks", "lora": "none", "frozen": "all but encoders", "items": "mixed", "schedule": "1f1b",
-        "packing": False, "recompute": True, "tied": False,
+        "packing": False, "recompute": True, "tied": False, "assignment": "contiguous", "features again": True,
     },
     {
         "llm_pp": 1, "tensor": "2 with sequence parallelism", "dp": 1, "context": "ring zigzag", "sharing": "none",
         "experts": "none", "lora": "none", "frozen": "nothing", "items": "half", "schedule": "zero_bubble_h1",
-        "packing": True, "recompute": True, "tied": False,
+        "packing": True, "recompute": True, "tied": False, "assignment": "contiguous", "features again": False,
     },
 ]  # fmt: skip
 
