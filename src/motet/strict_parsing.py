@@ -66,7 +66,7 @@ def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         problem = min(problems, key=lambda p: p["type"] not in UNKNOWN_KEY)
-        line = _explain(problem, values, adapter.json_schema()).removeprefix(f"{what}: ")
+        line = _explain(problem, values, _schema(cast(Any, kind))).removeprefix(f"{what}: ")
         raise UserError(f"{what}: {line}".replace("\n", " ")) from None
 
 
@@ -165,6 +165,11 @@ def parse_yaml(text: str, what: str) -> Any:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     _forbid_unknown_keys(kind)
     return TypeAdapter(kind)
+
+
+@cache
+def _schema(kind: Any) -> Schema:
+    return _adapter(kind).json_schema()
 
 
 def _forbid_unknown_keys(kind: Any) -> None:

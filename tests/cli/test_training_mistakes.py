@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mistakes import expect_mistake
+from sampling import in_campaigns
 from tiny_run import write_tiny_run
 
 from motet.cli.main import main
@@ -190,14 +191,24 @@ def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str], run_f
             "language_model.values.intermediate_size=96",
             "model.values.intermediate_size is 64 there and 96 here",
         ),
-        ("language_model.values.rope_theta=500.0", "rope_parameters.rope_theta is 10000.0 there and 500.0 here"),
-        (
-            "language_model.values.num_attention_heads=2",
-            "model.values.num_attention_heads is 4 there and 2 here",
-        ),
         ("encoders.vision.feature_layer=-2", "model.encoders.vision.feature_layer is null there and -2 here; resume"),
-        ("encoders.vision.values.hidden_act=relu", 'vision.values.hidden_act is "gelu_pytorch_tanh" there and "relu"'),
-        ("media_attention=own_item", 'model.media_attention is "causal" there and "own_item" here'),
+        *in_campaigns(
+            [
+                (
+                    "language_model.values.rope_theta=500.0",
+                    "rope_theta is 10000.0 there and 500.0 here",
+                ),
+                (
+                    "language_model.values.num_attention_heads=2",
+                    "model.values.num_attention_heads is 4 there and 2 here",
+                ),
+                (
+                    "encoders.vision.values.hidden_act=relu",
+                    'vision.values.hidden_act is "gelu_pytorch_tanh" there and "relu"',
+                ),
+                ("media_attention=own_item", 'model.media_attention is "causal" there and "own_item" here'),
+            ]
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model(

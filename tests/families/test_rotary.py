@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from sampling import in_campaigns
 from stage_chain import LossAndGradients, largest_difference, run_chain, run_whole, text_samples
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -38,8 +39,15 @@ def tiny_model(kind):
     return model.double()
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [
+        *((kind, packing) for kind in OF_LENGTH for packing in (False, True)),
+        ("llama3", True),
+        *in_campaigns((kind, False) for kind in KINDS if kind not in OF_LENGTH),
+        *in_campaigns((kind, True) for kind in KINDS if kind not in (*OF_LENGTH, "llama3")),
+    ],
+)
 def test_each_sample_has_the_frequencies_of_its_own_length(kind, packing):
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, 100, (length,), generator=generator) for length in LENGTHS]

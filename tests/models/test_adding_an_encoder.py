@@ -8,6 +8,7 @@ import pytest
 import tiny_encoders
 from checkout import ROOT
 from one_process import check
+from sampling import in_campaigns
 from scenario import Scenario
 from tiny_encoders import VIT
 from transformers import ViTConfig, ViTModel
@@ -47,7 +48,7 @@ def _with_the_guides_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_encoders.GRIDS, "vit", tiny_encoders.GRIDS["siglip"])
 
 
-@pytest.mark.parametrize("select", ["patch", "full"])
+@pytest.mark.parametrize("select", ["full", *in_campaigns(["patch"])])
 def test_in_stages_under_tensor_parallelism(select: str) -> None:
     check(Scenario(vision="vit", encoder_pp=2, tp=2, sequence_parallel=True, feature_select=select))
 

@@ -100,7 +100,7 @@ def freeze_norms(model: nn.Module) -> None:
         parameter.requires_grad_("norm" not in name)
 
 
-@pytest.mark.parametrize("freeze", [freeze_linears, freeze_first_layer, freeze_norms])
+@pytest.mark.parametrize("freeze", [freeze_linears, freeze_norms, *in_campaigns([freeze_first_layer])])
 def test_frozen_subsets(freeze: Any) -> None:
     families = ("llama", "qwen3", "siglip_vision_model", "mllama_text_model")
     cases = [case for case in CASES if case.family in families]

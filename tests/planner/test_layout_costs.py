@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from sampling import in_campaigns
 from small_problem import sample, small_problem, with_memory
 
 from motet.balancing.policies import ASSIGNMENTS
@@ -32,10 +33,16 @@ def draw_layout(rng, problem, num_groups):
     )
 
 
-@pytest.mark.parametrize("schedule", sorted(GENERATORS))
-def test_no_schedule_is_faster_than_the_bound(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "num_draws"),
+    [
+        *((name, 12 if name in ("1f1b", "gpipe") else 4) for name in sorted(GENERATORS)),
+        *in_campaigns((name, 40) for name in sorted(GENERATORS)),
+    ],
+)
+def test_no_schedule_is_faster_than_the_bound(schedule, num_draws):
     num_tight = 0
-    for seed in range(12):
+    for seed in range(num_draws):
         rng = Random(seed)
         frozen = rng.choice([(), ("vision", "audio"), ("vision", "audio", "language_model")])
         problem = small_problem(frozen=frozen, num_microbatches=rng.choice([1, 3, 6]))
@@ -54,10 +61,11 @@ def test_no_schedule_is_faster_than_the_bound(schedule):
     assert schedule not in ("1f1b", "gpipe") or num_tight >= 4
 
 
+@pytest.mark.parametrize("num_draws", [4, *in_campaigns([40])])
 @pytest.mark.parametrize("assignment", sorted(ASSIGNMENTS))
-def test_no_way_to_cut_the_batch_is_faster_than_the_bound(assignment):
+def test_no_way_to_cut_the_batch_is_faster_than_the_bound(assignment, num_draws):
     """Some leave microbatches empty, whose constants nobody pays, or pad less."""
-    for seed in range(12):
+    for seed in range(num_draws):
         rng = Random(seed)
         problem = small_problem(frozen=(), num_microbatches=rng.choice([3, 6]), assignment=assignment)
         samples = [

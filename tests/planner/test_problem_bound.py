@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import small_problem as small
 from brute_force import best_time_s
+from sampling import in_campaigns
 from small_problem import small_problem, with_memory
 
 from motet.balancing.policies import ASSIGNMENTS
@@ -119,9 +120,10 @@ def applies(problem, layout, schedule):
     return True
 
 
-def test_no_drawn_plan_under_any_schedule_is_faster():
+@pytest.mark.parametrize("num_draws", [8, *in_campaigns([60])])
+def test_no_drawn_plan_under_any_schedule_is_faster(num_draws):
     num_tried = 0
-    for seed in range(20):
+    for seed in range(num_draws):
         rng = Random(seed)
         problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([2, 4]), dp_sizes=(1, 2))
         bound = problem_lower_bound_s(problem)
@@ -132,7 +134,7 @@ def test_no_drawn_plan_under_any_schedule_is_faster():
                     evaluation = evaluate(problem, layout_plan(problem, layout, schedule=schedule))
                     assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout} {schedule}"
                     num_tried += 1
-    assert num_tried >= 40
+    assert num_tried >= 2 * num_draws
 
 
 def draw_layout(rng, problem):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
+from sampling import in_campaigns
 from tiny_mllm import gradients_of, randomize, tiny_batch, tiny_llama, tiny_multimodal, tiny_vision
 from torch import Tensor
 from transformers import LlamaForCausalLM, MllamaForCausalLM
@@ -91,7 +92,7 @@ def test_tensor_parallel_groups_of_unequal_size() -> None:
     run_and_compare(5, layout(TWO_SHARDS, ONE, TWO_SHARDS, num_microbatches=2, microbatch_size=4), tiny_batch(MIXED))
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", *in_campaigns(["ulysses"])])
 def test_ranks_share_the_tokens(method: Any) -> None:
     llm = ParallelSpec(cp_size=2, pp_size=2, context=ContextOptions(block_size=4, method=method))
     run_and_compare(6, layout(ONE, ONE, llm, num_microbatches=2, microbatch_size=4), tiny_batch(MIXED))
@@ -101,7 +102,7 @@ def attending_build(media_attention: str) -> MultimodalModule:
     return tiny_multimodal(media_attention=media_attention)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("cp_size", [2, *in_campaigns([1])])
 def test_what_media_see(cp_size: int) -> None:
     """A mask of one's own, which is no other's."""
     llm = ParallelSpec(cp_size=cp_size, context=ContextOptions(block_size=4))
@@ -201,7 +202,7 @@ def cross_attending_build() -> MultimodalModule:
     return model
 
 
-@pytest.mark.parametrize("placement", ["parallel", "replicated"])
+@pytest.mark.parametrize("placement", ["replicated", *in_campaigns(["parallel"])])
 def test_cross_attention(placement: str) -> None:
     """Encoder output enters both stages; replicated encoders stand on each of them."""
     counts = [1, 0, 2, 0]

@@ -7,6 +7,7 @@ import pytest
 from drawing import Limits, draw_problem
 from plans import chain, routes_of
 from random_costs import RandomCosts
+from sampling import in_campaigns
 
 from motet.schedule.action import Compute, Durations
 from motet.schedule.dependencies import Dependencies
@@ -43,9 +44,10 @@ def order_by_events(schedule: Schedule, dependencies: Dependencies, duration_s: 
             arrived[value] = (end[0], end[1] + bool(messages(value, dependencies)))
 
 
+@pytest.mark.parametrize("seeds", [range(20), *in_campaigns([range(20, 200)])], ids=str)
 @pytest.mark.parametrize("generator", sorted(GENERATORS))
-def test_it_equals_an_event_loop_on_drawn_problems(generator: str) -> None:
-    for seed in range(60):
+def test_it_equals_an_event_loop_on_drawn_problems(generator: str, seeds: range) -> None:
+    for seed in seeds:
         problem = draw_problem(Random(seed), Limits(tied=True))
         dependencies, costs = problem.dependencies, RandomCosts(seed)
         schedule = GENERATORS[generator](problem.routes)

@@ -23,8 +23,8 @@ class Case(NamedTuple):
 
 ALL = list(itertools.starmap(Case, itertools.product(MASKS, ["identity", "reversed", "lpt"], [1, 4], [None, 2])))
 IN_TURN = itertools.cycle([("identity", 1, None), ("reversed", 4, None), ("lpt", 1, 2)])
-USUAL = [Case(kind, *rest) for kind, rest in zip(MASKS, IN_TURN, strict=False)]
-"""One case of each kind of mask for `make test`."""
+USUAL = [Case(kind, *rest) for kind, rest in zip(list(MASKS)[::2], IN_TURN, strict=False)]
+"""One case of every second kind of mask for `make test`."""
 
 
 def tensors(shape: tuple[int, int, int, int], kv_heads: int, seed: int = 0) -> list[Tensor]:

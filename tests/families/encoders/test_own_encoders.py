@@ -14,6 +14,7 @@ from checkout import ROOT
 from conversation_files import words
 from distributed import run_distributed
 from PIL import Image
+from sampling import in_campaigns
 from tiny_mllm import gradients_of, randomize, tiny_llama
 from torch import Tensor, nn
 
@@ -159,7 +160,7 @@ def mixing(variant: str = "") -> MultimodalModule:
 
 
 @pytest.mark.usefixtures("_float64")
-@pytest.mark.parametrize("layers", [(1, 3, 2), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("layers", [(1, 3, 2), *in_campaigns([((2, 2, 2),), ((4, 1, 1),)])])
 def test_a_regular_module_is_cut(layers: tuple[int, ...]) -> None:
     """Embedding, three blocks, head and projector; samples with clouds of different sizes, and without."""
     rows = [[POINTS] * 4 + [5, 6], [POINTS] * 8 + [7], [5, 6, 7], [POINTS] * 4 + [8]]

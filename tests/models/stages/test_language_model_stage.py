@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from recomputing import recomputing
+from sampling import in_campaigns
 from tiny_language_models import SIZES, TINY, tiny_language_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -134,11 +135,11 @@ def assert_alike(ours, reference):
 def test_stages_equal_the_plain_model(family: str, packing: bool) -> None:
     incoming = incoming_of(SAMPLES)
     reference = run_plainly(tiny_language_model(family), SAMPLES, incoming)
-    for bounds in ([6], [3, 6], [1, 4, 5, 6]):
+    for bounds in ([6], [3, 6], [1, 4, 5, 6])[0 if family == "llama" else 2 :]:
         assert_alike(run_in_stages(tiny_language_model(family), bounds, SAMPLES, incoming, packing=packing), reference)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES[:2], *in_campaigns(FAMILIES[2:])])
 def test_recomputation_changes_nothing(family: str) -> None:
     incoming = incoming_of(SAMPLES)
     kept = run_in_stages(tiny_language_model(family), [3, 6], SAMPLES, incoming, packing=False)
@@ -146,13 +147,14 @@ def test_recomputation_changes_nothing(family: str) -> None:
     assert_alike(again, kept)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("packing", "recompute"), [(False, True), (True, False), *in_campaigns([(False, False), (True, True)])]
+)
 def test_cross_attention(packing: bool, recompute: bool) -> None:
     samples = [Sample(s.id, {**s.layouts, "llm": (Segment(6 + i),)}) for i, s in enumerate(SAMPLES)]
     incoming = incoming_of(samples)
     reference = run_plainly(tiny_language_model("mllama"), samples, incoming, cross_attention=True)
-    for bounds in ([6], [3, 6], [1, 2, 5, 6]):
+    for bounds in ([6], [1, 2, 5, 6]):
         ours = run_in_stages(
             tiny_language_model("mllama"),
             bounds,

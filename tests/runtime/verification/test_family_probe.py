@@ -9,7 +9,7 @@ from motet.errors import UserError
 from motet.families import capabilities
 from motet.families.capabilities import FEATURES, OF_EXPERTS, Capabilities, known_capabilities, read_capabilities
 from motet.runtime.verification import family_probe
-from motet.runtime.verification.family_probe import capabilities_of, config_of, probe
+from motet.runtime.verification.family_probe import TRIALS, capabilities_of, config_of, probe
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_model_that_computes_something_else_under_a_feature_is_refused_that_fe
 
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + 0.1 * x.cumsum(1))
-    found = probe(TINY)
+    found = probe(TINY, {name: TRIALS[name] for name in ("pipeline", "packing")})
     assert found.reasons["pipeline"] is None
     assert "gradients differ from one process" in found.reasons["packing"]
     with pytest.raises(
@@ -66,9 +66,9 @@ def test_a_feature_that_ends_a_process_ends_no_other(monkeypatch):
         return plain(self, x)
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
-    reasons = probe(TINY).reasons
+    reasons = probe(TINY, {name: TRIALS[name] for name in ("pipeline", "tensor_parallel", "sequence_parallel")}).reasons
     refused = {feature for feature, reason in reasons.items() if reason is not None}
-    assert refused == {"tensor_parallel", "sequence_parallel", *OF_EXPERTS}
+    assert refused == {"tensor_parallel", "sequence_parallel"}
     assert "needs its whole width" in reasons["tensor_parallel"]
 
 

@@ -165,15 +165,28 @@ USUAL = [*SCENARIOS, RINGS[0], HYBRIDS[0], MIXTURES[0], MIXTURES[5]]
 EVERY = [*USUAL, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
 
 
-SIZES = sorted({scenario.num_ranks for scenario in EVERY})
-LARGEST = 5
-"""Ranks of the largest scenarios that `make test` runs. They have every mechanism but tensor parallelism beside context
-parallelism, which test_verify_fully_sharded.py and test_verify_unlike.py have."""
+USUAL = [
+    Scenario(llm="qwen3", cp=3, placement="shared", items="half", frozen="audio", num_microbatches=3, packing=True),
+    Scenario(llm="llama", cp=2, placement="shared", cp_method="ulysses", merge="prepend"),
+    RINGS[0],
+    UNLIKE_STAGES[1],
+    Scenario(llm="llama-tied", llm_pp=2, llm_cps=(2, 1), placement="shared", schedule="zero_bubble_h1", items="none"),
+    Scenario(llm="gemma3", media_attention="block_causal", cp=2, placement="shared"),
+    Scenario(llm="llama", media_attention="two_answers", cp=2, placement="shared"),
+    Scenario(llm="gemma3", media_attention="sinks", items="half", placement="shared", recompute=True),
+    Scenario(encoder_cp=2, placement="colocated", frozen="all but projectors"),
+    UNLIKE_ENCODERS[2],
+    UNLIKE_ENCODERS[3],
+]
+"""One for each mechanism of those above, on few ranks. Tensor parallelism beside context parallelism is in
+test_verify_fully_sharded.py and test_verify_unlike.py."""
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [*(n for n in SIZES if n <= LARGEST), *in_campaigns(n for n in SIZES if n > LARGEST)]
-)
+def test_some_equal_one_process() -> None:
+    check_together([replace(scenario, dtype="float64") for scenario in USUAL])
+
+
+@pytest.mark.parametrize("num_ranks", in_campaigns(sorted({scenario.num_ranks for scenario in EVERY})))
 def test_equals_one_process(num_ranks: int) -> None:
     """All scenarios of a size share a start of processes."""
     check_together([replace(scenario, dtype="float64") for scenario in EVERY if scenario.num_ranks == num_ranks])
@@ -192,8 +205,7 @@ def test_every_mixture_equals_one_process() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"cp": 2},
-        {"encoder_cp": 2},
+        {"cp": 2, "encoder_cp": 2},
         *in_campaigns([{"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}]),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from one_process import check, check_together
+from sampling import in_campaigns
 from scenario import Scenario, ScenarioBatch
 from tiny_encoders import ENCODERS
 from tiny_language_models import SIZES, TINY
@@ -69,16 +70,18 @@ def test_stages_have_two_layers_and_microbatches_their_own_samples() -> None:
             assert {0, 1, 3} <= {len(sample.layouts.get(module, ())) for sample in batch.samples}
 
 
-EVERY, ODD = slice(None), slice(1, None, 2)
+EVERY, EVEN, ODD, LAST = slice(None), slice(0, None, 2), slice(1, None, 2), slice(-1, None)
 
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "which"),
     [
-        pytest.param(PIPELINE, "float64", EVERY, id="pipeline-float64"),
-        pytest.param(GROUPS, "float64", EVERY, id="groups-float64"),
         # Families take turns; `make campaigns` has all.
-        pytest.param(PIPELINE, "bfloat16", ODD, id="pipeline-bfloat16"),
+        pytest.param(PIPELINE, "float64", EVEN, id="pipeline-float64"),
+        pytest.param(GROUPS, "float64", ODD, id="groups-float64"),
+        pytest.param(GROUPS, "bfloat16", LAST, id="groups-bfloat16"),
+        pytest.param(PIPELINE, "float64", EVERY, id="all-pipeline-float64", marks=pytest.mark.campaign),
+        pytest.param(GROUPS, "float64", EVERY, id="all-groups-float64", marks=pytest.mark.campaign),
         pytest.param(PIPELINE, "float32", EVERY, id="all-pipeline-float32", marks=pytest.mark.campaign),
         pytest.param(PIPELINE, "bfloat16", EVERY, id="all-pipeline-bfloat16", marks=pytest.mark.campaign),
         pytest.param(GROUPS, "float32", EVERY, id="all-groups-float32", marks=pytest.mark.campaign),
@@ -93,7 +96,7 @@ def test_every_family_equals_plain_transformers(layout: Scenario, dtype: str, wh
         assert comparison.num_parameters_compared > 100
 
 
-@pytest.mark.parametrize("feature_layer", [-2, 1])
+@pytest.mark.parametrize("feature_layer", [-2, *in_campaigns([1])])
 def test_features_from_before_the_last_block_under_sequence_parallelism(feature_layer: int) -> None:
     """The last block that runs has to gather the sequence, not the last one of the stage."""
     check(replace(GROUPS, vision="clip", placement="parallel", encoder_pp=2, feature_layer=feature_layer))

@@ -214,13 +214,12 @@ def outcome(scenario: Scenario) -> Any:
 
 USUAL = (
     "rows of a route in the wrong order",
-    "gradients of one microbatch lost on the way",
     "a replica without images skips its share of the reduction",
     "positions go on from sample to sample",
     "norms of shares of the sequence are summed on one rank only",
     "a weight half is lost",
 )
-"""Bugs that `make test` plants: one of routes, messages, reductions, packing, sequence parallelism and schedules."""
+"""Bugs that `make test` plants: one of routes, reductions, packing, sequence parallelism and schedules."""
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,7 @@ CASES = {
 }
 USUAL = (
     "some without",
-    "tp 2 beside tp 1",
     "sequence parallel",
-    "cp 2, 1 in one pipeline beside cp 1 with tp 2",
     "cp 2, 1 of encoders in one pipeline beside cp 1 with tp 2",
     "zero bubble",
 )

@@ -143,7 +143,7 @@ CASES = {
         fully_sharded=True,
     ),
 }
-USUAL = ("tp 2 beside tp 1, frozen, some without", "one keeper, tied embeddings", "shared parameters")
+USUAL = ("one keeper, tied embeddings", "shared parameters")
 
 
 @pytest.mark.parametrize("name", [*USUAL, *in_campaigns(n for n in CASES if n not in USUAL)])
