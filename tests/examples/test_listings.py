@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from checkout import ROOT
 from distributed import run_distributed
+from sampling import in_campaigns
 
 EXAMPLES = ROOT / "examples"
 
@@ -38,7 +39,9 @@ def test_a_listing_learns_under_torchrun() -> None:
     assert_learnt(finished.stdout)
 
 
-@pytest.mark.parametrize(("listing", "num_processes"), [("listing_cornstarch_1", 6), ("listing_thesis_b1", 3)])
+@pytest.mark.parametrize(
+    ("listing", "num_processes"), [("listing_thesis_b1", 3), *in_campaigns([("listing_cornstarch_1", 6)])]
+)
 def test_listing_learns(
     listing: str, num_processes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,6 @@ USUAL = (
     "all modules, two stages, frozen encoders",
     "three ranks, tied, recomputed",
     "with tensor parallelism",
-    "split backward",
 )
 
 

@@ -15,7 +15,7 @@ from toy_model import ToyBatch, reference, toy_stage_maker
 
 from motet.runtime.engine import Engine
 
-NUM_DRAWS = max(12, int(os.environ.get("MOTET_FUZZ_DRAWS", "0")) // 20)
+NUM_DRAWS = max(6, int(os.environ.get("MOTET_FUZZ_DRAWS", "0")) // 20)
 SEED = os.environ.get("MOTET_FUZZ_SEED", "0")
 
 

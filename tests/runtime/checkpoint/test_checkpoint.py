@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from sampling import in_campaigns
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from toy_training import Toy, toy_plan
@@ -68,8 +69,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]
 
 @pytest.mark.parametrize(
     ("layout", "zero1"),
-    [({}, False), (TP2, False), (DP2, True), (FSDP2, False), (SHARED, False)],
-    ids=["PP 1", "TP 2", "DP 2, ZeRO-1", "FSDP", "replicas share parameters"],
+    [(TP2, False), (DP2, True), (SHARED, False), *in_campaigns([({}, False), (FSDP2, False)])],
+    ids=["TP 2", "DP 2, ZeRO-1", "replicas share parameters", "PP 1", "FSDP"],
 )
 def test_resumes_under_another_plan(
     tmp_path: Path,

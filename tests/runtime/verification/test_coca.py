@@ -92,7 +92,6 @@ USUAL = (
     "gpt2's tensor parallelism",
     "replicas, captions and images lacking, recomputed",
     "a frozen decoder reads what the tower hears",
-    "nobody has a caption",
 )
 """Cases of `make test`; the others combine what these and the drawn model have."""
 

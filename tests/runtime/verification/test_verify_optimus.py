@@ -42,7 +42,7 @@ def run_of(folder: Path, llm: LlmLayout) -> RunConfig:
     return load_run_config(path, [])
 
 
-USUAL = ("V 2, one encoder pipeline over both groups", "V 2, TP 2 with sequence parallelism, encoders without")
+USUAL = ("V 2, TP 2 with sequence parallelism, encoders without",)
 
 
 @pytest.mark.parametrize("name", [*USUAL, *in_campaigns(name for name in LAYOUTS if name not in USUAL)])
