@@ -39,9 +39,9 @@ def share(tp_size: int = 1, *, size: int = 2, **values: object) -> None:
 
 def test_ulysses_divides_the_heads_that_tensor_parallelism_leaves() -> None:
     share()  # 4 heads and 2 key heads.
-    with pytest.raises(UserError, match="ulysses cannot divide 1 key heads by cp_size 2"):
+    with pytest.raises(UserError, match="ulysses cannot divide 1 key heads by 2 ranks"):
         share(tp_size=2)
-    with pytest.raises(UserError, match="ulysses cannot divide 4 query heads by cp_size 3"):
+    with pytest.raises(UserError, match="ulysses cannot divide 4 query heads by 3 ranks"):
         share(size=3)
 
 
@@ -59,11 +59,11 @@ class TestWhatChangesAttention:
             stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
     def test_masks_that_are_not_known(self) -> None:
-        """Llama 4's. They would run as full attention."""
+        """They would run as full attention."""
         model = tiny_llama()
-        model.config.layer_types = ["chunked_attention", *["full_attention"] * (model.config.num_hidden_layers - 1)]
+        model.config.layer_types = ["dilated_attention", *["full_attention"] * (model.config.num_hidden_layers - 1)]
         stage = LanguageModelStage("language_model", model, (0, num_causal_layers(model)))
-        refused = pytest.raises(UserError, match=r"language_model has layers of chunked_attention.*; use cp 1")
+        refused = pytest.raises(UserError, match=r"language_model has layers of dilated_attention.*; use cp 1")
         with probing(), refused:
             stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
