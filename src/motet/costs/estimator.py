@@ -81,13 +81,16 @@ class Estimator:
     """All microbatches hold equally many samples, as far as the batch can be divided."""
     known: dict[object, Any]
     """Results so far; estimators that differ only in the number of devices share them."""
+    known_loads: dict[object, Any]
+    """Loads so far, which depend on nothing but modules, samples and how these are cut; estimators of one model and one
+    batch share them."""
 
     def remembered(self, key: object, compute: Callable[[], T]) -> T:
         """Returns what `compute` returned for this key the first time."""
-        if key not in self.known:
-            self.known[key] = compute()
-        value: T = self.known[key]
-        return value
+        return _remembered(self.known, key, compute)
+
+    def _of_loads(self, key: object, compute: Callable[[], T]) -> T:
+        return _remembered(self.known_loads, key, compute)
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
@@ -102,7 +105,7 @@ class Estimator:
     @property
     def sample_kinds(self) -> list[int]:
         """For each sample, a number from 0 on; samples of equal number cost the same."""
-        return self.remembered("kinds of samples", lambda: kinds_of_samples(self.samples))
+        return self._of_loads("kinds of samples", lambda: kinds_of_samples(self.samples))
 
     def microbatch_loads(self, name: str, dp: int = 1, *, packed: bool = False) -> Sequence[tuple[Load, Entering]]:
         """The load of each microbatch, empty ones included, with the modules that bring a gradient into it."""
@@ -112,11 +115,11 @@ class Estimator:
             microbatches = [m for share in shares for m in split_evenly(share, self.num_microbatches)]
             return self._loads_of(name, microbatches, packed=packed)
 
-        return self.remembered(("loads", name, dp, packed), compute)
+        return self._of_loads(("loads", name, dp, self.num_microbatches, packed), compute)
 
     def single_sample_loads(self, name: str) -> Sequence[tuple[Load, Entering]]:
         """Like `microbatch_loads`, with each sample as a microbatch of its own."""
-        return self.remembered(
+        return self._of_loads(
             ("sample loads", name), lambda: self._loads_of(name, [(i,) for i in range(len(self.samples))])
         )
 
@@ -129,11 +132,11 @@ class Estimator:
         def compute() -> Load:
             return _mean([load for load, _ in self.microbatch_loads(name, dp, packed=packed)]).share(cp)
 
-        return self.remembered(("mean", name, dp, cp, packed), compute)
+        return self._of_loads(("mean", name, dp, self.num_microbatches, cp, packed), compute)
 
     def mean_sample_load(self, name: str) -> Load:
         """The mean load of the samples, each by itself."""
-        return self.remembered(
+        return self._of_loads(
             ("mean sample", name), lambda: _mean([load for load, _ in self.single_sample_loads(name)])
         )
 
@@ -142,7 +145,7 @@ class Estimator:
     ) -> list[tuple[Load, Entering]]:
         sources = tuple(edge.source for edge in self.edges if edge.target == name)
         bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
-        known: dict[tuple[int, ...], tuple[Load, Entering]] = self.remembered(("loads of kinds", name, packed), dict)
+        known: dict[tuple[int, ...], tuple[Load, Entering]] = self._of_loads(("loads of kinds", name, packed), dict)
         workload = self.workloads[name].packed() if packed else self.workloads[name]
         loads, kinds = [], self.sample_kinds
         for members in microbatches:
@@ -241,8 +244,8 @@ class Estimator:
             ]
 
         def compute() -> list[LayerTime]:
-            key = ("batch work", name, cp > 1, dp) if is_known else ("batch work of samples", name, largest)
-            return self._times(name, tp, cp, self.remembered(key, work), sequence_parallel=sequence_parallel)
+            key = ("work", name, cp > 1, dp, self.num_microbatches) if is_known else ("work of samples", name, largest)
+            return self._times(name, tp, cp, self._of_loads(key, work), sequence_parallel=sequence_parallel)
 
         return self.remembered(("batch bound", name, tp, dp, cp, is_known, sequence_parallel), compute)
 
@@ -255,7 +258,7 @@ class Estimator:
             return [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
 
         def compute() -> list[LayerTime]:
-            lightest = self.remembered(("lightest work", name), work)
+            lightest = self._of_loads(("lightest work", name), work)
             several = [work._replace(load=Load(*(num_samples * x for x in work.load))) for work in lightest]
             return self._times(name, tp, cp, several, sequence_parallel=sequence_parallel)
 
@@ -525,6 +528,13 @@ class Estimator:
                 sizes = [rank * n for rank, n in features]
             result.append([size * self.memory.state_bytes for size in sizes if size and self.trainable[name][index]])
         return result
+
+
+def _remembered(known: dict[object, Any], key: object, compute: Callable[[], T]) -> T:
+    if key not in known:
+        known[key] = compute()
+    value: T = known[key]
+    return value
 
 
 def _mean(loads: Sequence[Load]) -> Load:

@@ -109,6 +109,7 @@ class IterationCosts:
     def _gathered_once_s(self) -> dict[int, float]:
         """By rank: seconds of gathers before, and sums after, all actions of an iteration."""
         result: dict[int, float] = defaultdict(float)
+        known: dict[object, float] = {}
         for name, r, s, stage in self.plan.stages():
             module = self.plan.modules[name]
             by_block = self.cells.gathers_by_block(name, s)
@@ -117,13 +118,18 @@ class IterationCosts:
             ranks = module.sharing_groups(r, s)[0]
             for index in range(*stage.layers):
                 layer = self.cells.workload(name).layers[index]
-                gather = parameter_gather(layer, stage.tp_size, ranks, self.cluster, self.memory)
-                for rank in stage.ranks:
-                    result[rank] += gather.constant
-                    if module.is_trainable((index, index + 1)) and not by_block:
-                        result[rank] += parameter_gather(
-                            layer, stage.tp_size, ranks, self.cluster, self.memory, of_gradients=True
+                trains = module.is_trainable((index, index + 1)) and not by_block
+                # Most layers are alike.
+                key = id(layer), stage.tp_size, ranks, trains
+                if key not in known:
+                    known[key] = sum(
+                        parameter_gather(
+                            layer, stage.tp_size, ranks, self.cluster, self.memory, of_gradients=of_gradients
                         ).constant
+                        for of_gradients in ((False, True) if trains else (False,))
+                    )
+                for rank in stage.ranks:
+                    result[rank] += known[key]
         return result
 
     def compute_s(self, action: Compute) -> float:

@@ -149,7 +149,6 @@ def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
     num_devices = problem.num_devices
-    cutoff = Cutoff(problem)
     separate = list(
         layouts_of(
             problem,
@@ -159,7 +158,7 @@ def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[La
             placements,
             MAX_COUNTS,
             chooses_cp=True,
-            may_be_fast=cutoff.may_be_fast,
+            cutoff=Cutoff(problem),
         )
     )
     yield from separate
@@ -547,7 +546,7 @@ class _Search:
                 known = self.evaluations
                 self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
             if may_share_experts(problem):
-                sharing = replace(problem, shares_experts=True)
+                sharing = problem.with_options(shares_experts=True)
                 found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
                 self.add(found, "experts shared")
 
@@ -617,12 +616,14 @@ def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], cho
     if not is_free(problem):
         return _bound_of_choice(problem, candidates, chosen)
     least_s = inf
-    for number in microbatch_numbers(problem):
+    # The chosen number probably has the least bound, which the others then only have to exceed.
+    for number in sorted(microbatch_numbers(problem), key=lambda number: number != chosen.num_microbatches):
         changed = variant(problem, number, problem.recompute, zero1=problem.memory.zero1 or problem.chooses_zero1)
         if changed is not None:
             if problem.chooses_recompute:
                 changed = _with_all_memory(changed)
-            least_s = min(least_s, _bound_of_choice(changed, candidates, chosen, least_s))
+            of_number = [plan for plan in candidates if plan.num_microbatches == number]
+            least_s = min(least_s, _bound_of_choice(changed, of_number, chosen, least_s))
     return least_s
 
 
@@ -705,17 +706,17 @@ def _saving_memory(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     blocks = tuple(name for name in problem.modules if name != problem.loss_module)
     may_shard = not problem.memory.zero1 and max(problem.dp_sizes) > 1
     if may_shard:
-        yield replace(problem, memory=sharded)
+        yield problem.with_options(memory=sharded)
     if set(problem.recompute) != set(blocks):
-        yield replace(problem, recompute=blocks)
+        yield problem.with_options(recompute=blocks)
         if may_shard:
-            yield replace(problem, memory=sharded, recompute=blocks)
+            yield problem.with_options(memory=sharded, recompute=blocks)
     for factor in (2, 4):
         number = factor * problem.num_microbatches
         dp_sizes = tuple(dp for dp in problem.dp_sizes if dp * number <= len(problem.samples))
         if dp_sizes:
-            both = replace(problem, memory=sharded if may_shard else problem.memory, recompute=blocks)
-            yield replace(both, num_microbatches=number, dp_sizes=dp_sizes)
+            both = problem.with_options(memory=sharded if may_shard else problem.memory, recompute=blocks)
+            yield both.with_options(num_microbatches=number, dp_sizes=dp_sizes)
 
 
 def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -861,7 +862,7 @@ def _bound_of_choice(
     memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
     of each optimizer state."""
     if any(module.ep > 1 for module in chosen.modules.values()):
-        problem = replace(problem, shares_experts=True)
+        problem = problem.with_options(shares_experts=True)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         problem = _with_all_memory(problem)
     bound_s = bound_of_all(problem, candidates, chosen, at_most_s)
@@ -869,7 +870,7 @@ def _bound_of_choice(
         return bound_s
     table = problem.table
     modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
-    return bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen, bound_s)
+    return bound_of_all(problem.with_options(table=replace(table, modules=modules)), candidates, chosen, bound_s)
 
 
 def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan, at_most_s: float = inf) -> float:

@@ -236,10 +236,10 @@ def memory_suggestions(evaluation: Evaluation) -> list[str]:
 def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     """Single changes, then combinations of them if no single change suffices."""
     problem, plan = evaluation.problem, evaluation.plan
-    sharded = replace(problem, memory=replace(problem.memory, zero1=True))
+    sharded = problem.with_options(memory=replace(problem.memory, zero1=True))
     recompute = tuple(name for name, module in plan.modules.items() if module.kind != "loss")
     owners = tuple(name for name in problem.modules if name != problem.loss_module)
-    recomputing = replace(problem, recompute=owners)
+    recomputing = problem.with_options(recompute=owners)
     tried = []
     if not problem.memory.zero1 and any(len(module.replicas) > 1 for module in plan.modules.values()):
         tried.append(("parallel.zero1: true", evaluate(sharded, plan)))
@@ -249,14 +249,14 @@ def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     if plan.loss_module is not None:
         tried += _recomputed_features(evaluation)
     for number in _more_microbatches(evaluation):
-        smaller = evaluate(replace(problem, num_microbatches=number), replace(plan, num_microbatches=number))
+        smaller = evaluate(problem.with_options(num_microbatches=number), replace(plan, num_microbatches=number))
         tried.append((f"parallel.num_microbatches: {number}", smaller))
         if smaller.fits:
             break
     yield from tried
     if any(changed.fits for _, changed in tried):
         return
-    both = replace(recomputing, memory=replace(problem.memory, zero1=True))
+    both = recomputing.with_options(memory=replace(problem.memory, zero1=True))
     what = "parallel.zero1: true with parallel.recompute of all modules"
     together = evaluate(both, replace(plan, recompute=recompute))
     yield what, together
@@ -264,7 +264,7 @@ def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
         if together.fits:
             return
         changed = replace(plan, recompute=recompute, num_microbatches=number)
-        together = evaluate(replace(both, num_microbatches=number), changed)
+        together = evaluate(both.with_options(num_microbatches=number), changed)
         yield f"{what} and parallel.num_microbatches: {number}", together
 
 

@@ -22,8 +22,10 @@ numbers of microbatches (`replica_microbatches`) are not covered if samples diff
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from heapq import merge
 from itertools import product
 from math import gcd, inf
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -123,19 +125,13 @@ def _least_of(
         return least_s
     # The first module's sizes are gone through one by one, those of the others together: there may be millions.
     (first, own), *others = zip(problem.modules, choices, strict=True)
-    batches = []
-    for size in own:
-        batch = _Batch(modules, [(first, [size]), *others])
-        if len(batch.share_s):
-            batches.append(batch)
-    batches.sort(key=lambda batch: batch.share_s[0])
-    for batch in batches:
-        for share_s, sizes in zip(batch.share_s.tolist(), batch.combinations(), strict=True):
-            if share_s >= least_s:
-                break
-            layers = _layers(modules, sizes)
-            busy_s = max(bound_s(problem, layers, sizes) for bound_s in (_indivisible, _work, _pigeonholes))
-            least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
+    batches = [_Batch(modules, [(first, [size]), *others]).combinations(least_s) for size in own]
+    for weaker_s, sizes in merge(*batches, key=itemgetter(0)):
+        if weaker_s >= least_s:
+            break
+        layers = _layers(modules, sizes)
+        busy_s = max(bound_s(problem, layers, sizes) for bound_s in (_indivisible, _work, _pigeonholes))
+        least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
     return least_s
 
 
@@ -146,8 +142,9 @@ class _Modules:
         self.problem = problem
         self._static_bytes: dict[tuple[str, Size], int] = {}
         self._num_updated: dict[tuple[str, Size], int] = {}
-        self._batch_s: dict[tuple[str, Size, bool], tuple[Floats, ...]] = {}
+        self._batch_s: dict[tuple[str, Size, bool], tuple[Floats, Floats, Floats, Floats]] = {}
         self._microbatch_s: dict[tuple[str, Size], tuple[Floats, Floats]] = {}
+        self._least_s: dict[tuple[str, Size, bool], tuple[float, float]] = {}
         self.entries = {
             name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
             for name in problem.modules
@@ -189,6 +186,17 @@ class _Modules:
             )
         return self._microbatch_s[name, size]
 
+    def least_s(self, name: str, size: Size, *, alone: bool) -> tuple[float, float]:
+        """The work on all ranks together, and the bound from indivisible layers for the module by itself."""
+        key = (name, size, alone)
+        if key not in self._least_s:
+            forward, back = self.microbatch_s(name, size)
+            device_s, _, work_s, weight_s = self.batch_s(name, size, alone=alone)
+            after = np.where(self.has_backward[name], _before(back), 0.0)
+            indivisible_s = _before(forward) + work_s + np.maximum(0.0, after - weight_s)
+            self._least_s[key] = float(device_s.sum()), float(indivisible_s.max())
+        return self._least_s[key]
+
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
@@ -225,10 +233,7 @@ def _least_totals(problem: PlanningProblem, name: str, size: Size, tp: int, *, a
 
 
 class _Batch:
-    """Combinations of sizes that fit into memory, those with the least work for each device first."""
-
-    share_s: Floats
-    """Each device's part of all the work of each combination, which is below the bound and fast to compute."""
+    """Combinations of sizes that fit into memory."""
 
     def __init__(self, modules: _Modules, choices: Sequence[tuple[str, Sequence[Size]]]) -> None:
         self._choices = choices
@@ -244,25 +249,30 @@ class _Batch:
         )
         replicas = [spread(axis, [size.num_replicas for size in sizes]) for axis, (_, sizes) in enumerate(choices)]
         num_shares = np.gcd.reduce(np.broadcast_arrays(*replicas))
-        share_s = np.zeros(shape)
+        share_s, alone_s = np.zeros(shape), np.zeros(shape)
         for axis, (name, sizes) in enumerate(choices):
             is_alone = np.broadcast_to(replicas[axis] == num_shares, shape)
-            seconds = np.zeros(shape)
             for alone in (False, True):
                 if (is_alone == alone).any():
-                    work_s = [modules.batch_s(name, size, alone=alone)[0].sum() for size in sizes]
-                    seconds = np.where(is_alone == alone, spread(axis, work_s), seconds)
-            share_s += seconds
+                    work_s, own_s = zip(*(modules.least_s(name, size, alone=alone) for size in sizes), strict=True)
+                    share_s += np.where(is_alone == alone, spread(axis, work_s), 0.0)
+                    alone_s = np.maximum(alone_s, np.where(is_alone == alone, spread(axis, own_s), 0.0))
+        least_s = np.maximum(share_s / problem.num_devices, alone_s)
         fits = np.broadcast_to(static <= problem.num_devices * usable_bytes(problem.cluster), shape)
         places = np.flatnonzero(fits)
-        share_s = share_s.reshape(-1)[places] / problem.num_devices
-        order = np.argsort(share_s, kind="stable")
-        self.share_s = share_s[order]
+        least_s = least_s.reshape(-1)[places]
+        order = np.argsort(least_s, kind="stable")
+        self._least_s = least_s[order]
         self._places = np.unravel_index(places[order], shape)
 
-    def combinations(self) -> Iterator[Sizes]:
-        for places in zip(*self._places, strict=True):
-            yield {name: sizes[place] for (name, sizes), place in zip(self._choices, places, strict=True)}
+    def combinations(self, below_s: float) -> Iterator[tuple[float, Sizes]]:
+        """The combinations of which a weaker bound, which is fast to compute, is below a limit, in its order: each
+        device's part of all the work, and modules by themselves."""
+        number = int(np.searchsorted(self._least_s, below_s))
+        for least_s, *places in zip(
+            self._least_s[:number].tolist(), *(own[:number].tolist() for own in self._places), strict=True
+        ):
+            yield least_s, {name: sizes[place] for (name, sizes), place in zip(self._choices, places, strict=True)}
 
 
 def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
@@ -285,7 +295,7 @@ def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats]
     for name in modules.order:
         for found, of_layer in ((heads, 0), (backs, 1)):
             own = one[name][of_layer]
-            before = np.concatenate([[0.0], np.cumsum(own[:-1])])
+            before = _before(own)
             begin = before.copy()
             for source, first in modules.entries[name]:
                 end = found[source][-1] + one[source][of_layer][-1]
@@ -311,6 +321,11 @@ def _tails(
         rest[name] = follow + np.cumsum(both[::-1])[::-1]
         tails[name] = np.where(modules.has_backward[name], backs[name], rest[name] - both)
     return tails
+
+
+def _before(seconds: Floats) -> Floats:
+    """The sum of all earlier layers, for each layer."""
+    return np.concatenate([[0.0], np.cumsum(seconds[:-1])])
 
 
 def _in_order(problem: PlanningProblem) -> list[str]:
@@ -367,9 +382,9 @@ def _pigeonholes(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> flo
         return 0.0
     num_devices = problem.num_devices
     largest = _Earliest(-layers.work_s, np.minimum(layers.num_holders, num_devices))
-    k = np.arange(1, (int(largest.ends[-1]) - 1) // num_devices + 1)
+    k = np.arange(1.0, (int(largest.ends[-1]) - 1) // num_devices + 1)
     last = k * num_devices + 1
-    return float((largest(last - k - 1.0) - largest(last * 1.0)).max(initial=0.0))
+    return float(np.max(largest(last - k - 1) - largest(last), initial=0.0))
 
 
 def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:

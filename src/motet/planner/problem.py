@@ -187,6 +187,8 @@ class PlanningProblem:
     """Time to derive an iteration's program, unless the previous iteration hides it."""
     _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Remembered results."""
+    _known_loads: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Remembered loads of the samples."""
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -277,9 +279,9 @@ class PlanningProblem:
         return -(-len(self.samples) // (self.contrastive_batch_size or len(self.samples)))
 
     def with_options(self, **changes: Any) -> "PlanningProblem":
-        """The same modules, samples and costs with other options. The kinds of samples are remembered."""
+        """The same modules and samples with other options. What is remembered of the samples is shared."""
         changed = replace(self, **changes)
-        changed._known["kinds of samples"] = self.sample_kinds
+        object.__setattr__(changed, "_known_loads", self._known_loads)
         return changed
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
@@ -292,6 +294,7 @@ class PlanningProblem:
 
     def _sharing(self, other: "PlanningProblem") -> "PlanningProblem":
         object.__setattr__(other, "_known", self._known)
+        object.__setattr__(other, "_known_loads", self._known_loads)
         return other
 
     @cached_property
@@ -310,6 +313,7 @@ class PlanningProblem:
             num_microbatches=self.num_microbatches,
             cuts_evenly=self.cuts_evenly,
             known=self._known,
+            known_loads=self._known_loads,
         )
 
     @property

@@ -43,7 +43,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Sequ
             evaluations = _replicated(problem, cut, num_devices, planner)
         else:
             cutoff = Cutoff(problem)
-            layouts = layouts_of(problem, cut, num_devices, planner, placements, may_be_fast=cutoff.may_be_fast)
+            layouts = layouts_of(problem, cut, num_devices, planner, placements, cutoff=cutoff)
             try:
                 evaluations = best_layout(problem, layouts)
             except TooSlowError as error:
@@ -64,6 +64,7 @@ class Cutoff:
         self.least_s = inf
         """Lower bound of the iteration under the degrees that were left out."""
         self._stage_s: dict[tuple[str, Degrees], float] = {}
+        self._fewest: dict[tuple[str, Degrees], float] = {}
 
     def may_be_fast(self, degrees: Mapping[str, Degrees], runs: Runs) -> bool:
         if self._problem.cutoff_s == inf:
@@ -74,10 +75,31 @@ class Cutoff:
         self.least_s = min(self.least_s, seconds)
         return False
 
+    def has_room(self, units: Sequence["Unit"], num_ranks: int) -> bool:
+        """Whether the ranks of a replica suffice for the fewest stages of all modules."""
+        if sum(unit.fewest_stages * unit.ranks_per_stage for unit in units) <= num_ranks:
+            return True
+        self.least_s = min(self.least_s, self._problem.cutoff_s)
+        return False
+
+    def fewest_stages(self, name: str, sizes: Degrees) -> float:
+        """The fewest stages, however a module is cut, that are each fast enough; infinite if no number is."""
+        problem = self._problem
+        if problem.cutoff_s == inf:
+            return 1
+        if (name, sizes) not in self._fewest:
+            limit_s = (problem.cutoff_s - problem.program_s) / problem.num_microbatches
+            seconds = self._layer_seconds(name, sizes)
+            self._fewest[name, sizes] = inf if max(seconds) > limit_s else fewest_stages(seconds, limit_s)
+        return self._fewest[name, sizes]
+
+    def _layer_seconds(self, name: str, degrees: Degrees) -> list[float]:
+        times = self._problem.estimator.lower_bound_times(name, degrees.tp, degrees.dp, cp=degrees.cp)
+        return [time.total_s for time in times]
+
     def _slowest_s(self, name: str, degrees: Degrees, runs: Runs) -> float:
         if (name, degrees) not in self._stage_s:
-            times = self._problem.estimator.lower_bound_times(name, degrees.tp, degrees.dp, cp=degrees.cp)
-            slowest = max(stage_costs([time.total_s for time in times], runs(name, degrees)))
+            slowest = max(stage_costs(self._layer_seconds(name, degrees), runs(name, degrees)))
             self._stage_s[name, degrees] = self._problem.num_microbatches * slowest + self._problem.program_s
         return self._stage_s[name, degrees]
 
@@ -111,18 +133,19 @@ def layouts_of(
     max_enumerated: int = MAX_ENUMERATED,
     *,
     chooses_cp: bool = False,
-    may_be_fast: Callable[[Mapping[str, Degrees], Runs], bool] = lambda degrees, runs: True,
+    cutoff: Cutoff | None = None,
 ) -> Iterator[Layout]:
     """Layouts on exactly `num_devices` devices with encoders `parallel` or `colocated`: all, or those of Cornstarch's
     Algorithm 1 if there are more than `max_enumerated`. `chooses_cp`: with all allowed context-parallel sizes instead
-    of 1. `may_be_fast`: False for degrees to leave out."""
+    of 1. `cutoff`: leaves out degrees that are too slow."""
+    cutoff = cutoff or Cutoff(problem.with_cutoff(inf))
 
     def runs(name: str, degrees: Degrees) -> Sequence[LayerRange]:
         return problem.remembered(("cut", cut, name, degrees), lambda: cut(problem, name, degrees))
 
     for placement in placements:
-        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, chooses_cp):
-            if may_be_fast(degrees, runs):
+        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, chooses_cp, cutoff):
+            if cutoff.may_be_fast(degrees, runs):
                 yield layout_of_degrees(
                     problem,
                     degrees,
@@ -217,12 +240,13 @@ def _degrees(
     placement: Placement,
     max_enumerated: int,
     chooses_cp: bool,
+    cutoff: Cutoff,
 ) -> Iterator[dict[str, Degrees]]:
     for sizes in _sizes(problem, num_devices, chooses_cp):
-        units = _units(problem, sizes, placement)
-        if units is None:
-            continue
+        units = _units(problem, sizes, placement, cutoff)
         devices = num_devices // next(iter(sizes.values())).dp
+        if units is None or not cutoff.has_room(units, devices):
+            continue
         fewest_ranks = min(degrees.ranks_per_stage for degrees in sizes.values())
         if comb(max(1, devices // fewest_ranks - 1), len(units) - 1) <= max_enumerated:
             choices = _compositions(units, devices)
@@ -257,13 +281,19 @@ class Unit:
     ranks_per_stage: int
     max_stages: int
     is_sink: bool
+    fewest_stages: float = 1
+    """Fewer are too slow; infinite if any number is."""
 
 
-def _units(problem: PlanningProblem, sizes: Mapping[str, Degrees], placement: Placement) -> list[Unit] | None:
+def _units(
+    problem: PlanningProblem, sizes: Mapping[str, Degrees], placement: Placement, cutoff: Cutoff
+) -> list[Unit] | None:
     """Returns groups of modules that share ranks; None if they differ in tensor parallelism."""
 
     def unit(names: tuple[str, ...], is_sink: bool) -> Unit:
-        return Unit(names, sizes[names[0]].ranks_per_stage, min(most_stages(problem, name) for name in names), is_sink)
+        most = min(most_stages(problem, name) for name in names)
+        fewest = max(cutoff.fewest_stages(name, sizes[name]) for name in names)
+        return Unit(names, sizes[names[0]].ranks_per_stage, most, is_sink, fewest if fewest <= most else inf)
 
     sinks = [unit((name,), True) for name in problem.sinks]
     if placement == "parallel" or not problem.sources:
@@ -273,7 +303,7 @@ def _units(problem: PlanningProblem, sizes: Mapping[str, Degrees], placement: Pl
 
 def _compositions(units: Sequence[Unit], num_devices: int) -> Iterator[tuple[int, ...]]:
     unit, *rest = units
-    for count in range(1, min(unit.max_stages, num_devices // unit.ranks_per_stage) + 1):
+    for count in range(int(unit.fewest_stages), min(unit.max_stages, num_devices // unit.ranks_per_stage) + 1):
         left = num_devices - count * unit.ranks_per_stage
         if not rest:
             if left == 0:
@@ -297,7 +327,8 @@ def loosely_coupled(
         per_module = [stage_costs(times[n], runs(n, replace(sizes[n], pp=count))) for n in units[i].names]
         return max(sum(stages) for stages in zip(*per_module, strict=True))
 
-    for num_stages in range(1, min(units[sink].max_stages, num_devices // units[sink].ranks_per_stage) + 1):
+    most = min(units[sink].max_stages, num_devices // units[sink].ranks_per_stage)
+    for num_stages in range(int(units[sink].fewest_stages), most + 1):
         target_s = slowest_s(sink, num_stages)
         counts = []
         for unit in units:

@@ -245,6 +245,24 @@ def test_a_half_that_keeps_more_than_the_forward_did_stays_within_the_limit(gene
     assert is_within(schedule, routes, memory)
 
 
+@pytest.mark.parametrize("encoder_rank", [None, 0])
+def test_zbv_stays_within_the_limit(encoder_rank: int | None) -> None:
+    """Also where an encoder shares the first rank, so that another schedule orders the V."""
+    v = v_shaped(3, 12)
+    if encoder_rank is not None:
+        v = Plan(
+            modules={"vision": module(replica(encoder_rank)), **v.modules},
+            edges=(Edge(source="vision", target="llm"),),
+            num_microbatches=12,
+        )
+    routes = routes_of(v)
+    memory = MemoryLimit(saved_bytes=lambda cell: 1, limit_bytes=lambda rank: 5)
+    schedule = zero_bubble_v(routes, memory=memory)
+    validate(schedule, Dependencies(routes))
+    assert is_within(schedule, routes, memory)
+    assert not is_within(zero_bubble_v(routes), routes, memory)
+
+
 def test_groups_that_overlap_in_part_keep_whole_backwards() -> None:
     plan = Plan(
         modules={"llm": language_model(replica((0, 1), (1, 2)))},

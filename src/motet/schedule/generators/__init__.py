@@ -46,5 +46,5 @@ SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"
 CONTRASTING = frozenset({"distmm_pipe"})
 """Schedules for contrastive towers. Run files refuse them for other models, for which they are 1F1B."""
 
-WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling", "zero_bubble_h1", "zero_bubble_h2"})
+WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling", *SPLIT_BACKWARDS})
 """Schedules whose order depends on the available memory."""

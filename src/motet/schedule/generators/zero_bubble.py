@@ -138,14 +138,14 @@ def _peaks(order: Mapping[Group, Ints], routes: Routes) -> dict[Group, int]:
 # bytes as 1F1B's first group does with stages twice as large. With F = I = W no group then has a bubble between its
 # first and its last action, from 2 P - 1 microbatches on. Below 2 P, missing microbatches are empty turns.
 #
-# Modules before it keep 1F1B's order. A replica on groups of its own is scheduled by ZB-H1; where neither holds, or a
-# module follows one in V shape, ZB-H1 takes over (and with it the list scheduler).
+# Modules before it keep 1F1B's order. A replica on groups of its own is scheduled by ZB-H1; where neither holds, a
+# module follows one in V shape, or that would not fit into memory, ZB-H1 takes over (and with it the list scheduler).
 
 
 def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs`: where weight halves fit; by default a half takes as long as a forward."""
     groups = groups_in_v(routes.plan)
-    if memory is not None or groups is None or not cuts_alike(routes):
+    if groups is None or not cuts_alike(routes):
         return zero_bubble_h1(routes, costs, memory=memory)
     after = stages_after(routes)
     of_key = {StageKey(*stage[:3]): stage for stage in routes.stages}
@@ -169,7 +169,10 @@ def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: Mem
             second = of_key[key._replace(stage=2 * num_places - 1 - key.stage)]
             order[stage.planned.ranks] = _one_group(routes, stage, second, key.stage, num_places)
             may_hold[stage.planned.ranks] = 2 * num_places
-    return fill_weights(routes, order, costs, may_hold=may_hold)
+    schedule = fill_weights(routes, order, costs, may_hold=may_hold, memory=memory)
+    if memory is None or is_within(schedule, routes, memory):
+        return schedule
+    return zero_bubble_h1(routes, costs, memory=memory)
 
 
 def _one_group(routes: Routes, first: StageCells, second: StageCells, place: int, num_places: int) -> Ints:
