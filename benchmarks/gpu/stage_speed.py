@@ -27,16 +27,18 @@ def main() -> None:
             segment.num_tokens for sample in problem.samples for segment in sample.layouts["language_model"]
         )
         result = train(config)
+        last = json.loads((Path(folder) / "output" / "metrics.jsonl").read_text().splitlines()[-1])
     measured, predicted = result["measured"], result["predicted"]
     seconds = measured["iteration_time_s"]
-    mfu = predicted["mfu"]
     print(
         json.dumps(
             {
                 "iteration_s": seconds,
                 "predicted_s": predicted["iteration_time_s"],
                 "tokens_per_s": num_tokens / seconds,
-                "mfu": None if mfu is None else mfu * predicted["iteration_time_s"] / seconds,
+                "mfu": measured["mfu"],
+                "bubble_fraction": measured["bubble_fraction"],
+                "last_step": {name: last.get(name) for name in ("step_s", "data_s", "tokens_per_s", "mfu")},
                 "memory_bytes": max(measured["peak_memory_bytes"]),
                 "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),
                 "communicators": predicted["communicators"],
