@@ -17,12 +17,13 @@ def speed(**options: Any) -> dict[str, Any]:
     num_tokens = sum(segment.num_tokens for sample in problem.samples for segment in sample.layouts["language_model"])
     result = train(config)
     measured, predicted = result["measured"], result["predicted"]
-    seconds, mfu = measured["iteration_time_s"], predicted["mfu"]
+    seconds = measured["iteration_time_s"]
     return {
         "iteration_s": seconds,
         "predicted_s": predicted["iteration_time_s"],
         "tokens_per_s": num_tokens / seconds,
-        "mfu": None if mfu is None else mfu * predicted["iteration_time_s"] / seconds,
+        "mfu": measured["mfu"],
+        "bubble_fraction": measured["bubble_fraction"],
         "wait_for_data": result["data"]["wait_fraction"],
         "memory_bytes": max(measured["peak_memory_bytes"]),
         "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.runtime import messages
 from motet.runtime.deadline import Deadline
-from motet.runtime.messages import Carried, LocalProgram, Mailbox
+from motet.runtime.messages import Carried, Mailbox
 from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
@@ -26,7 +26,7 @@ def mailbox(
 ) -> Mailbox:
     deadline = Deadline(timedelta(seconds=10))
     deadline.start()
-    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset(), frozenset()), deadline, LINKS)
+    return Mailbox(rank, tags or {}, uses or {}, deadline, LINKS)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:
@@ -76,7 +76,7 @@ def test_messages_are_told_apart_by_their_tags() -> None:
                 box.send(m, box.use(m.value), answered=False)
         else:
             for m in reversed(sent):
-                box.receive(m, (2,), torch.float32, CPU)
+                box.receive(m, m.value, (2,), torch.float32, CPU)
             assert [box.awaited(m.value) for m in sent] == [[m] for m in sent]
             got = [tensor for m in sent for tensor in box.take(m.value)]
             assert not any(box.awaited(m.value) for m in sent)
@@ -100,7 +100,7 @@ def test_few_unanswered_sends_keep_their_buffers(monkeypatch: pytest.MonkeyPatch
                 box.send(m, box.use(m.value), answered=False)
                 most = max(most, len(box._unanswered))
             else:
-                box.receive(m, (2,), torch.float32, CPU)
+                box.receive(m, m.value, (2,), torch.float32, CPU)
                 assert box.take(m.value)[0][0].item() == i
         box.finish()
         return most
@@ -117,13 +117,13 @@ def test_an_answered_send_is_let_go_after_its_backward() -> None:
         if rank == 0:
             box.put(there.value, torch.ones(2))
             box.send(there, box.use(there.value), answered=True)
-            box.receive(back, (2,), torch.float32, CPU)
+            box.receive(back, back.value, (2,), torch.float32, CPU)
             assert box.take(back.value)[0].tolist() == [5.0, 5.0]
             kept = bool(box._answered)
             box.release(there.source)
             assert not box._answered
         else:
-            box.receive(there, (2,), torch.float32, CPU)
+            box.receive(there, there.value, (2,), torch.float32, CPU)
             box.put(back.value, 5 * box.take(there.value)[0])
             box.send(back, box.use(back.value), answered=False)
             kept = True

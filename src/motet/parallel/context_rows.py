@@ -80,6 +80,14 @@ class ContextRows:
         source, target = self._routes.stage(route.source), self._routes.stage(route.target)
         return route.source.module == route.target.module and is_resharded(source, target)
 
+    def is_whole(self, route: Route, *, gradient: bool) -> bool:
+        """Whether every rank that a route, or its gradient, comes to gets all rows that the sender has, for any batch:
+        `piece` is None."""
+        if self.is_resharded(route):
+            return False
+        is_shared = self._routes.stage(route.target).cp_size > 1 and route.source.module != route.target.module
+        return gradient or not is_shared or self._routes.plan.modules[route.target.module].kind == "loss"
+
     def piece(self, route: Route, sender: int, receiver: int, *, gradient: bool) -> Piece | None:
         """The rows that one rank sends another (or itself keeps) of what a route carries, or of the gradient that comes
         back. None: all rows that the sender has."""

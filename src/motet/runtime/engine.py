@@ -1,11 +1,14 @@
 """One iteration: batch -> assignment -> routes -> schedule -> program -> execution -> loss and gradients."""
 
 import hashlib
+import math
 import socket
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -40,6 +43,9 @@ from motet.timeline import Span, Timeline
 
 MAX_PROGRAMS = 64
 """Number of programs that are kept; batches whose microbatches have the same modalities share one."""
+
+PEAK_INTERVAL_S = 1.0
+"""Seconds between two questions after a process's resident memory."""
 
 MIN_ASSIGNMENTS = 4
 """Smallest number of assignments that are kept; see `Engine.keep_ahead`."""
@@ -88,13 +94,20 @@ class StartedIteration:
         recorder: SpanRecorder,
         to_result: Callable[[list[float]], IterationResult],
     ) -> None:
-        self.gradient_norm = totals[num_losses].sqrt()
-        """As of `IterationResult`, on the device."""
-        self.is_finite = totals[: num_losses + 1].isfinite().all()
-        """Whether losses and norm are finite, on the device."""
+        self._on_device, self._num_losses = totals, num_losses
         self.routes, self.recorder = routes, recorder
         """The spans of the iteration, and of what was recorded after it: the optimizer's step."""
         self._totals, self._to_result = HostCopy(totals), to_result
+
+    @cached_property
+    def gradient_norm(self) -> Tensor:
+        """As of `IterationResult`, on the device."""
+        return self._on_device[self._num_losses].sqrt()
+
+    @cached_property
+    def is_finite(self) -> Tensor:
+        """Whether losses and norm are finite, on the device."""
+        return self._on_device[: self._num_losses + 1].isfinite().all()
 
     def read(self) -> IterationResult:
         """Waits for the device."""
@@ -159,11 +172,13 @@ class Engine:
         computed means nothing. Iterations then end with an agreement of the hosts that they were not."""
         self.gradients_are_complete = False
         """Whether this rank has all sums of the last iteration: then it can be finished without other ranks."""
+        self._asked_s, self._known_peak = -math.inf, 0
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
         """Programs by the form of their routes; the last used at the end."""
         self._compared: set[bool] = set()
         self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Assignments of the last batches, some of which are prepared ahead."""
+        self._routed: deque[tuple[Sequence[Sample], Routes, Hashable, int]] = deque(maxlen=MIN_ASSIGNMENTS)
         self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Keeps context sequences alive for the stages, which find them by their contents."""
         self._copies = BatchCopies(device, MIN_ASSIGNMENTS) if has_own_memory(device) else None
@@ -181,6 +196,7 @@ class Engine:
         Threads that derive it may overtake each other, so twice as many are kept."""
         number = max(MIN_ASSIGNMENTS, 2 * num_batches + 1)
         self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
+        self._routed = deque(self._routed, number)
         if self._copies is not None:
             self._copies.keep(number)
 
@@ -193,9 +209,19 @@ class Engine:
         self._assigned.append((samples, assignment))
         return assignment
 
-    def _local_program(self, routes: Routes, samples: Sequence[Sample]) -> LocalProgram:
+    def _routes(self, samples: Sequence[Sample], *, forward_only: bool) -> tuple[Routes, Hashable, int]:
+        """The routes of a batch, their form, and a digest of its assignment."""
+        for known, routes, form, cut in tuple(self._routed):
+            if known is samples and routes.forward_only == forward_only:
+                return routes, form, cut
+        assignment = self.assignment(samples)
+        routes = derive_routes(self.plan, assignment, samples, forward_only=forward_only)
+        form, cut = _form(routes), _digest(repr(assignment))
+        self._routed.append((samples, routes, form, cut))
+        return routes, form, cut
+
+    def _local_program(self, routes: Routes, form: Hashable, samples: Sequence[Sample]) -> LocalProgram:
         """This rank's program. The first one, with and without backward, is compared between ranks."""
-        form = _form(routes)
         if form in self._programs:
             self._programs.move_to_end(form)
             return self._programs[form]
@@ -247,10 +273,9 @@ class Engine:
             return self._start(batch, forward_only, seed)
 
     def _start(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> StartedIteration:
-        assignment = self.assignment(batch.samples)
-        routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
-        program = self._local_program(routes, batch.samples)
-        self.prepare(batch)
+        routes, form, cut = self._routes(batch.samples, forward_only=forward_only)
+        program = self._local_program(routes, form, batch.samples)
+        self._prepare(batch, routes)
         losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
         tokens = {
             name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
@@ -264,10 +289,9 @@ class Engine:
             copied = self._copies.to_device(batch, self._wanted_on_device(batch.samples))
             self.executor.run(program, routes, copied, tokens, seed)
             copied.release()
-        cut = _digest(repr(assignment))
         # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
         peaks = [0.0] * dist.get_world_size()
-        peaks[dist.get_rank()] = peak_memory_bytes(self.device)
+        peaks[dist.get_rank()] = self._peak_memory_bytes()
         totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut, *peaks], dtype=torch.float64)
         totals = to_device(totals, self.device)
         for (name, _, _), runner in self.executor.runners.items():
@@ -297,6 +321,13 @@ class Engine:
 
         return StartedIteration(totals, len(losses), routes, self.executor.recorder, result)
 
+    def _peak_memory_bytes(self) -> int:
+        """As `motet.devices.peak_memory_bytes`. An operating system takes its time to tell, so it is asked rarely."""
+        now_s = time.monotonic()
+        if has_own_memory(self.device) or now_s - self._asked_s > PEAK_INTERVAL_S:
+            self._asked_s, self._known_peak = now_s, peak_memory_bytes(self.device)
+        return self._known_peak
+
     def weighted_loss(self, sums: Mapping[str, float], tokens: Mapping[str, int]) -> float:
         """The weighted sum of the modules' mean losses."""
         return sum(self.plan.modules[name].loss_weight * value / max(1, tokens[name]) for name, value in sums.items())
@@ -320,14 +351,20 @@ class Engine:
         return norm
 
     def prepare(self, batch: Batch) -> None:
-        """Derives what attention needs of a coming batch: who holds which tokens, and their masks; and packs what goes
-        to the device. For the thread that loads it; `run` does it where nobody has."""
-        if self._copies is not None:
-            self._copies.pack(batch, self._wanted_on_device(batch.samples))
+        """Derives what an iteration needs of a coming batch: its microbatches, their routes, and for attention who
+        holds which tokens, and their masks; and packs what goes to the device. For the thread that loads the batch;
+        `run` does it where nobody has."""
+        routes, _, _ = self._routes(batch.samples, forward_only=False)
+        # Views that are made when they are asked for.
+        assert routes.incoming.keys() == routes.outgoing.keys() >= routes.with_backward
+        self._prepare(batch, routes)
+
+    def _prepare(self, batch: Batch, routes: Routes) -> None:
         samples = batch.samples
+        if self._copies is not None:
+            self._copies.pack(batch, self._wanted_on_device(samples))
         if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
-        routes = derive_routes(self.plan, self.assignment(samples), samples)
         contexts = [
             self.model.attending[cell[:3]].prepare(members_of_cell(samples, routes.samples(cell), cell.module))
             for cell in routes.cells
@@ -368,10 +405,9 @@ class Engine:
 
 def _form(routes: Routes) -> Hashable:
     """The part of routes that a program depends on: cells and what flows between them, not samples."""
-    return routes.forward_only, tuple(
-        (cell, tuple((route.target, route.carries_gradient) for route in routes.outgoing[cell]))
-        for cell in routes.cells
-    )
+    numbers = (routes.cell_stage, routes.cell_microbatch, routes.route_source, routes.route_target)
+    stages = tuple(stage[:3] for stage in routes.stages)
+    return routes.forward_only, stages, *(array.tobytes() for array in (*numbers, routes.route_has_gradient))
 
 
 def _digest(text: str) -> int:

@@ -9,6 +9,7 @@ and for which message of which rank it waited.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,14 @@ from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
 from motet.parallel.tensor_collectives import rows_of_share
 from motet.plan import Stage, places
+from motet.runtime.bound_program import BoundCompute, BoundMessage, BoundProgram, BoundRead, bind
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.messages import LocalProgram, Mailbox
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce
-from motet.schedule.dependencies import Activation, Gradient, Holder
+from motet.schedule.dependencies import Holder
 from motet.schedule.lower import Message, Step
 from motet.schedule.routes import Cell, Route, Routes
 
@@ -49,6 +51,7 @@ class Executor:
     ) -> None:
         self.mesh, self.runners, self.reducers, self.device = mesh, runners, reducers, device
         self._overlapping = _overlapping(mesh.rank, runners, reducers, holders)
+        self._bound: WeakKeyDictionary[LocalProgram, BoundProgram] = WeakKeyDictionary()
         self.deadline = Deadline(mesh.timeout, self.describe)
         self._hosts: dist.ProcessGroup | None = None
         """The group in which values on the host are summed; None: all ranks' own."""
@@ -75,27 +78,33 @@ class Executor:
             seed: what dropout depends on, beside stage and microbatch, and noise, beside sample and item; None: the
                 state of torch's generator, and the noise of evaluation.
         """
-        self._program, self._routes, self._seed = program, routes, seed
+        self._routes = routes
+        # Of the text of (seed, cell), whose second half comes later.
+        text = None if seed is None else f"({seed!r}, ".encode()
+        self._seed_digest = None if text is None else hashlib.blake2b(text, digest_size=8)
         self.deadline.start()
-        self._mailbox = Mailbox(program, self.deadline, self.mesh.links)
         self.recorder = SpanRecorder(self.mesh.rank, self.device)
         with self.doing("the beginning of the iteration"):
             for stage, runner in self.runners.items():
                 by_block = stage in program.gathered_by_block
                 runner.begin_iteration(routes, batch, loss_tokens, seed, by_block=by_block)
-        for step in program.steps:
-            with self.doing(step):
-                if isinstance(step, Message):
+            if program not in self._bound:
+                self._bound[program] = bind(program, routes, self.runners, self._overlapping)
+        bound = self._bound[program]
+        self._mailbox = Mailbox(program.rank, program.tags, bound.uses, self.deadline, self.mesh.links)
+        with self._naming_errors():
+            for step in bound.steps:
+                if isinstance(step, BoundMessage):
+                    self._doing = step.message
                     self._exchange(step)
-                elif isinstance(step, Reduce):
+                elif isinstance(step, BoundCompute):
+                    self._doing = step.action
+                    self._compute(step)
+                else:
+                    self._doing = step
                     if not self.reducers[step].is_late:
                         self.reducers[step].start()
-                elif step.kind is Kind.FORWARD:
-                    self._forward(step)
-                elif step.kind is Kind.WEIGHT:
-                    self._weight_half(step)
-                else:
-                    self._backward(step)
+        self._doing = None
         with self.doing("the end of the iteration"):
             self._mailbox.finish()
             for runner in self.runners.values():
@@ -106,75 +115,81 @@ class Executor:
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self.deadline, reduce)
 
-    def _forward(self, action: Compute) -> None:
+    def _compute(self, bound: BoundCompute) -> None:
+        kind = bound.action.kind
+        if kind is Kind.FORWARD:
+            self._forward(bound)
+        elif kind is Kind.WEIGHT:
+            self._weight_half(bound)
+        else:
+            self._backward(bound)
+
+    def _forward(self, bound: BoundCompute) -> None:
+        action, runner = bound.action, bound.runner
         cell = action.cell
-        runner = self.runners[cell[:3]]
-        inputs = {
-            route: self._take(route, Activation) for route in self._routes.incoming[cell] if runner.receives(route)
-        }
-        if self._seed is not None:
-            self._seed_dropout(cell)
-        with self.recorder.measured(action, action.kind.value):
-            runner.forward(cell, inputs, is_split=cell in self._program.split)
-            for route in self._routes.outgoing[cell]:
-                value = Activation(route.source, route.target)
-                if self._mailbox.is_needed(value):
-                    self._mailbox.put(value, runner.output(route))
+        incoming, outgoing = self._routes.incoming[cell], self._routes.outgoing[cell]
+        inputs = {incoming[read.route]: self._take(read, incoming[read.route], runner) for read in bound.reads}
+        if self._seed_digest is not None:
+            self._seed_dropout(bound.seed_text)
+        start = self.recorder.mark()
+        runner.forward(cell, inputs, is_split=bound.is_split)
+        for number, value in bound.writes:
+            self._mailbox.put(value, runner.output(outgoing[number]))
+        self.recorder.record(action, action.kind.value, start)
         runner.forget_output(cell)
 
-    def _backward(self, action: Compute) -> None:
+    def _backward(self, bound: BoundCompute) -> None:
         """A whole backward, or its input half."""
+        action, runner = bound.action, bound.runner
         cell = action.cell
-        runner = self.runners[cell[:3]]
-        gradients = {
-            route: self._take(route, Gradient) for route in self._routes.outgoing[cell] if route.carries_gradient
-        }
-        reducers = self._overlapping_with(action)
-        if self._seed is not None and runner.runs_again(cell):
-            self._seed_dropout(cell)
-        with self.recorder.measured(action, action.kind.value):
-            for reducer in reducers:
-                reducer.arm()
-            returned = runner.backward(cell, gradients)
-            for reducer in reducers:
-                reducer.disarm()
+        outgoing = self._routes.outgoing[cell]
+        gradients = {outgoing[read.route]: self._take(read, outgoing[read.route], runner) for read in bound.reads}
+        if self._seed_digest is not None and runner.runs_again(cell):
+            self._seed_dropout(bound.seed_text)
+        start = self.recorder.mark()
+        for reducer in bound.reducers:
+            reducer.arm()
+        returned = runner.backward(cell, gradients)
+        for reducer in bound.reducers:
+            reducer.disarm()
+        self.recorder.record(action, action.kind.value, start)
         for route, gradient in returned.items():
-            self._mailbox.put(Gradient(route.source, route.target), gradient)
+            value = bound.returns.get(route.source)
+            if value is not None:
+                self._mailbox.put(value, gradient)
         self._mailbox.release(cell)
 
-    def _weight_half(self, action: Compute) -> None:
-        runner = self.runners[action.cell[:3]]
-        reducers = self._overlapping_with(action)
-        with self.recorder.measured(action, action.kind.value):
-            for reducer in reducers:
-                reducer.expect(runner.parameters_left(action.cell))
-            for parameter in runner.backward_weight(action.cell):
-                for reducer in reducers:
-                    reducer.accumulated(parameter)
+    def _weight_half(self, bound: BoundCompute) -> None:
+        action, runner = bound.action, bound.runner
+        start = self.recorder.mark()
+        for reducer in bound.reducers:
+            reducer.expect(runner.parameters_left(action.cell))
+        for parameter in runner.backward_weight(action.cell):
+            for reducer in bound.reducers:
+                reducer.accumulated(parameter)
+        self.recorder.record(action, action.kind.value, start)
 
-    def _overlapping_with(self, action: Compute) -> tuple[GradientReducer, ...]:
-        """The reductions whose gradients become final in this action."""
-        stage = action.cell[:3]
-        is_final = self._program.final_backwards.get(stage) == action
-        return self._overlapping.get(stage, ()) if is_final else ()
-
-    def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
+    def _take(self, read: BoundRead, route: Route, runner: StageRunner) -> torch.Tensor:
         """Receives what a route, or its gradient route, brings to this rank."""
-        value, gradient, rank = kind(route.source, route.target), kind is Gradient, self.mesh.rank
-        runner = self.runners[(route.source if gradient else route.target)[:3]]
-        messages = self._mailbox.awaited(value)
+        value, gradient, rank = read.value, read.is_gradient, self.mesh.rank
         received: list[torch.Tensor] = []
-        shape = runner.output_shape(route) if gradient else runner.input_shape(route)
+        # Groups of unequal size that hold nothing alike exchange nothing.
+        messages = self._mailbox.awaited(value) if read.is_resharded else read.messages
         if messages:
-            with self.recorder.measured(messages[0], "wait"):
-                received = self._mailbox.take(value)
-                if runner.num_row_shares(route, gradient=gradient) > 1:
-                    received = [runner.whole_rows(received[0], shape[-2])]
-        if not runner.rows.is_resharded(route):
+            start = self.recorder.mark()
+            received = self._mailbox.take(value)
+            if read.num_shares > 1:
+                shape = runner.output_shape(route) if gradient else runner.input_shape(route)
+                received = [runner.whole_rows(received[0], shape[-2])]
+            self.recorder.record(messages[0], "wait", start)
+        if not read.is_resharded:
             if received:
                 return received[0]
-            return _rows_of_piece(self._mailbox.use(value), runner.rows.piece(route, rank, rank, gradient=gradient))
+            made = self._mailbox.use(value)
+            piece = None if read.is_whole else runner.rows.piece(route, rank, rank, gradient=gradient)
+            return _rows_of_piece(made, piece)
         # The pieces of all places of the sending group, this rank's own among them.
+        shape = runner.output_shape(route) if gradient else runner.input_shape(route)
         result = torch.zeros(shape, dtype=runner.message_dtype(route), device=self.device)
         pieces = [(message.sender, tensor) for message, tensor in zip(messages, received, strict=True)]
         if rank in self._routes.stage(route.target if gradient else route.source).ranks:
@@ -188,32 +203,36 @@ class Executor:
                 result.index_add_(-2, to_device(torch.from_numpy(piece.kept), self.device), tensor)
         return result
 
-    def _exchange(self, message: Message) -> None:
-        route = next(r for r in self._routes.outgoing[message.source] if r.target == message.target)
-        is_sent = message.sender == self.mesh.rank
-        here = self.runners[(message.source if is_sent != message.gradient else message.target)[:3]]
-        piece = here.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
-        num_shares = here.num_row_shares(route, gradient=message.gradient)
-        if is_sent:
-            tensor = _rows_of_piece(self._mailbox.use(message.value), piece)
-            if num_shares > 1:
+    def _exchange(self, bound: BoundMessage) -> None:
+        message, runner = bound.message, bound.runner
+        route = self._routes.outgoing[message.source][bound.route]
+        piece = None
+        if not bound.is_whole:
+            piece = runner.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
+        if bound.is_sent:
+            tensor = _rows_of_piece(self._mailbox.use(bound.value), piece)
+            if bound.num_shares > 1:
                 end = self._routes.stage(route.source if message.gradient else route.target)
-                tensor = rows_of_share(tensor, places(end.ranks).index(message.receiver) % num_shares, num_shares)
-            if tensor.numel() or not here.rows.is_resharded(route):
-                self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
+                share = places(end.ranks).index(message.receiver) % bound.num_shares
+                tensor = rows_of_share(tensor, share, bound.num_shares)
+            if tensor.numel() or not bound.is_resharded:
+                self._mailbox.send(message, tensor, answered=bound.is_answered)
             return
-        shape = here.output_shape(route) if message.gradient else here.input_shape(route)
-        shape = (*shape[:-2], -(-shape[-2] // num_shares), shape[-1])
-        if here.rows.is_resharded(route) and piece is not None:
+        shape = runner.output_shape(route) if message.gradient else runner.input_shape(route)
+        if bound.num_shares > 1:
+            shape = (*shape[:-2], -(-shape[-2] // bound.num_shares), shape[-1])
+        if bound.is_resharded and piece is not None:
             shape = (*shape[:-2], len(piece.kept), shape[-1])
-            if not len(piece.kept):  # Groups of unequal size that hold nothing alike exchange nothing.
+            if not len(piece.kept):  # Nothing is sent, either.
                 return
-        self._mailbox.receive(message, shape, here.message_dtype(route), self.device)
+        self._mailbox.receive(message, bound.value, shape, bound.dtype, self.device)
 
-    def _seed_dropout(self, cell: Cell) -> None:
+    def _seed_dropout(self, cell: bytes) -> None:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
-        digest = hashlib.blake2b(repr((self._seed, cell)).encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little", signed=True)
+        assert self._seed_digest is not None
+        digest = self._seed_digest.copy()
+        digest.update(cell)
+        seed = int.from_bytes(digest.digest(), "little", signed=True)
         seed_generators(self.device, seed)
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
@@ -232,6 +251,13 @@ class Executor:
     def doing(self, what: Doing) -> Iterator[None]:
         """Turns errors of torch.distributed and of stages into a `StepFailedError` that names the activity `what`."""
         self._doing = what
+        with self._naming_errors():
+            yield
+        self._doing = None
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """As `doing`, of the activity in which an error comes."""
         try:
             yield
         except StepFailedError:
@@ -239,7 +265,6 @@ class Executor:
         except RuntimeError as error:
             kind = StepTimeoutError if self.deadline.has_passed else StepFailedError
             raise kind(f"{self.describe()}: {error}") from error
-        self._doing = None
 
     def overrun(self, seconds: float) -> StepTimeoutError:
         """The error for a step that took longer than `seconds`."""

@@ -6,9 +6,10 @@ NCCL does not: there each link has a communicator of its own, on which both ends
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ Carried = Activation | Gradient
 """A value that goes between stages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalProgram:
     """One rank's part of a program. Iterations with equal cells and routes share it, whichever samples they hold."""
 
@@ -135,40 +136,46 @@ class Mailbox:
     """The values of one iteration on one rank. Waiting raises `RuntimeError` at the deadline or if a peer died."""
 
     def __init__(
-        self, program: LocalProgram, deadline: Deadline, links: Mapping[Link, dist.ProcessGroup | None]
+        self,
+        rank: int,
+        tags: Mapping[Message, int],
+        uses: Mapping[Any, int],
+        deadline: Deadline,
+        links: Mapping[Link, dist.ProcessGroup | None],
     ) -> None:
-        self._rank, self._tags, self._deadline, self._links = program.rank, program.tags, deadline, links
-        self._uses = dict(program.uses)
-        self._here: dict[Carried, Tensor] = {}
-        self._receives: dict[Carried, list[_Transfer]] = {}
+        """`uses`: how often each value that is made here is used here. Values are named by anything."""
+        self._rank, self._tags, self._deadline, self._links = rank, tags, deadline, links
+        self._uses: dict[Hashable, int] = dict(uses)
+        self._here: dict[Hashable, Tensor] = {}
+        self._receives: dict[Hashable, list[_Transfer]] = {}
         self._answered: dict[Cell, list[_Transfer]] = {}
         """Sends by the cell that made them."""
         self._unanswered: deque[_Transfer] = deque()
 
-    def is_needed(self, value: Carried) -> bool:
+    def is_needed(self, value: Hashable) -> bool:
         """Whether a value that is made here is sent or read by this rank."""
         return self._uses.get(value, 0) > 0
 
-    def put(self, value: Carried, tensor: Tensor) -> None:
+    def put(self, value: Hashable, tensor: Tensor) -> None:
         """Keeps a value that was made here, if it is needed."""
-        if self.is_needed(value):
+        if self._uses.get(value, 0) > 0:
             self._here[value] = tensor
 
-    def awaited(self, value: Carried) -> list[Message]:
+    def awaited(self, value: Hashable) -> list[Message]:
         """The messages that bring a value, or pieces of it, from other ranks, unless they have been taken."""
         return [receive.message for receive in self._receives.get(value, ())]
 
-    def take(self, value: Carried) -> list[Tensor]:
+    def take(self, value: Hashable) -> list[Tensor]:
         """Waits for these messages and returns their content."""
         receives = self._receives.pop(value, [])
         for receive in receives:
             self._wait(receive)
         return [receive.buffer for receive in receives]
 
-    def use(self, value: Carried) -> Tensor:
+    def use(self, value: Hashable) -> Tensor:
         """A value that was made here, for one of those that need it."""
-        self._uses[value] -= 1
-        return self._here[value] if self._uses[value] else self._here.pop(value)
+        self._uses[value] = left = self._uses[value] - 1
+        return self._here[value] if left else self._here.pop(value)
 
     def send(self, message: Message, tensor: Tensor, *, answered: bool) -> None:
         """`answered`: a gradient will come back for it, which shows that it arrived."""
@@ -182,11 +189,14 @@ class Mailbox:
         if len(self._unanswered) > MAX_UNANSWERED_SENDS:
             self._wait(self._unanswered.popleft())
 
-    def receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def receive(
+        self, message: Message, value: Hashable, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`value`: that the message carries, or a piece of it."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, message.sender, group=self._group(message), tag=self._tags[message])
         assert work is not None
-        self._receives.setdefault(message.value, []).append(_Transfer(buffer, work, message))
+        self._receives.setdefault(value, []).append(_Transfer(buffer, work, message))
 
     def _group(self, message: Message) -> dist.ProcessGroup | None:
         """Raises `UserError` for a message between replicas that the plan keeps apart, where the transport needs a
@@ -201,8 +211,9 @@ class Mailbox:
 
     def release(self, cell: Cell) -> None:
         """Called after a cell's backward: what it sent forward has been answered, so it has arrived."""
-        for send in self._answered.pop(cell, ()):
-            self._wait(send)
+        if cell in self._answered:
+            for send in self._answered.pop(cell):
+                self._wait(send)
 
     def finish(self) -> None:
         """Waits for all sends."""

@@ -8,7 +8,7 @@ tight; where it did not, the device was never far behind, and the first one is.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,12 +18,16 @@ from motet.devices import has_own_memory
 from motet.timeline import Span
 
 
-class Mark(NamedTuple):
-    """A moment: on a CPU when the host came to it, elsewhere when the device did."""
+class Stamp(NamedTuple):
+    """A moment that the device comes to."""
 
-    host_s: float
-    """By `time.perf_counter`."""
-    event: torch.Event | None = None
+    issued_s: float
+    """When the host had it recorded, by `time.perf_counter`."""
+    event: torch.Event
+
+
+Mark = float | Stamp
+"""A moment: on a CPU the time at which the host came to it."""
 
 
 class SpanRecorder:
@@ -31,20 +35,18 @@ class SpanRecorder:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
-        self._has_events = has_own_memory(device)
+        self.mark: Callable[[], Mark] = self._stamp if has_own_memory(device) else time.perf_counter
+        """Returns the moment that is now, or when the device has done what it was given so far."""
         self._recorded: list[tuple[object, str, Mark, Mark]] = []
         self._first = self._last = self.mark()
         self._seen_s: float | None = None
         """When the host saw that the last event had happened, if it had to wait for it."""
 
-    def mark(self) -> Mark:
-        """Now, or when the device has done what it was given so far."""
-        if not self._has_events:
-            return Mark(time.perf_counter())
+    def _stamp(self) -> Stamp:
         event = torch.Event(device=self._device, enable_timing=True)
         issued_s = time.perf_counter()
         event.record()
-        return Mark(issued_s, event)
+        return Stamp(issued_s, event)
 
     def record(self, what: object, kind: str, start: Mark) -> None:
         """A span from `start` until now. `what`: whose text is its name; `kind`: a key of `SPAN_KINDS`."""
@@ -60,9 +62,8 @@ class SpanRecorder:
 
     def wait(self) -> None:
         """Waits until the device has come to the end of the last span."""
-        event = self._last.event
-        if event is not None and not event.query():
-            event.synchronize()
+        if isinstance(self._last, Stamp) and not self._last.event.query():
+            self._last.event.synchronize()
             self._seen_s = time.perf_counter()
 
     def read(self) -> tuple[float, list[Span]]:
@@ -72,12 +73,12 @@ class SpanRecorder:
             Span(self._rank, str(what), kind, self._since_first(start), self._since_first(end))
             for what, kind, start, end in self._recorded
         ]
-        if not self._has_events:
-            return self._first.host_s, spans
+        if not isinstance(self._first, Stamp):
+            return self._first, spans
         if self._seen_s is not None:
             return self._seen_s - self._since_first(self._last), spans
         marks = [self._first, *(mark for _, _, *both in self._recorded for mark in both)]
-        return max(mark.host_s - self._since_first(mark) for mark in marks), spans
+        return max(mark.issued_s - self._since_first(mark) for mark in marks if isinstance(mark, Stamp)), spans
 
     @property
     def duration_s(self) -> float:
@@ -86,6 +87,8 @@ class SpanRecorder:
         return self._since_first(self._last)
 
     def _since_first(self, mark: Mark) -> float:
-        if self._first.event is None or mark.event is None:
-            return mark.host_s - self._first.host_s
-        return self._first.event.elapsed_time(mark.event) / 1e3
+        if isinstance(self._first, Stamp) and isinstance(mark, Stamp):
+            return self._first.event.elapsed_time(mark.event) / 1e3
+        assert not isinstance(self._first, Stamp)
+        assert not isinstance(mark, Stamp)
+        return mark - self._first

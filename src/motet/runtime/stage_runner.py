@@ -1,6 +1,6 @@
 """Runs forward and backward of one stage, one microbatch at a time, and keeps the graphs in between."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -16,6 +16,7 @@ from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutpu
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_rows import ContextRows
 from motet.parallel.fully_sharded import FullySharded
+from motet.parallel.main_gradients import HALF_DTYPES
 from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import SplitBackward, make_splittable
 from motet.parallel.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
@@ -24,6 +25,8 @@ from motet.runtime.messages import merge_order, rows_of
 from motet.schedule.batch_sync import Shares, samples_of_ranks, shares
 from motet.schedule.lower import row_shares
 from motet.schedule.routes import Cell, Route, Routes
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -75,6 +78,13 @@ class StageRunner:
         self._wide_dtype = torch.promote_types(boundary_dtype, torch.float32)
         """Dtype of what a message brought while the stage computes with it, if the stage has no parameters."""
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), self._wide_dtype)
+        # Asked once: a module that has no such attribute takes long to say so.
+        self._reads_on_host = bool(getattr(module, "features_on_host", False))
+        self._crosses_alone: Callable[[int], bool] | None = getattr(module, "crosses_alone", None)
+        self._shapes: dict[tuple[Route, bool], tuple[int, ...]] = {}
+        """Of this iteration's routes, by whether they enter the stage."""
+        self._computes_plainly = sharded is None and self._parameter_dtype not in HALF_DTYPES
+        """Whether a forward needs no contexts but that of autograd."""
         has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
         self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
@@ -101,6 +111,7 @@ class StageRunner:
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
         self._half_done.clear()
+        self._shapes.clear()
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
         self.loss_sum.zero_()
         if self._sharded is not None:
@@ -145,8 +156,11 @@ class StageRunner:
     def message_dtype(self, route: Route) -> torch.dtype:
         """The dtype in which what a route carries, and its gradient, travel. Beside hidden states may stand numbers of
         tokens, which are whole in float32 alone."""
-        crosses_alone = getattr(self.module, "crosses_alone", lambda layer: True)
-        if route.source.module == route.target.module and not crosses_alone(self._routes.stage(route.target).layers[0]):
+        if (
+            self._crosses_alone is not None
+            and route.source.module == route.target.module
+            and not self._crosses_alone(self._routes.stage(route.target).layers[0])
+        ):
             return self._wide_dtype
         return self.boundary_dtype
 
@@ -159,6 +173,19 @@ class StageRunner:
 
     def input_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route brings to this stage (and of the gradient that goes back)."""
+        shape = self._shapes.get((route, True))
+        if shape is None:
+            shape = self._shapes[route, True] = self._derive_input_shape(route)
+        return shape
+
+    def output_shape(self, route: Route) -> tuple[int, ...]:
+        """The shape of what a route takes from this stage."""
+        shape = self._shapes.get((route, False))
+        if shape is None:
+            shape = self._shapes[route, False] = self._derive_output_shape(route)
+        return shape
+
+    def _derive_input_shape(self, route: Route) -> tuple[int, ...]:
         samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.source.module == self.name:
             return self._own_shape(self.module.input_shape(samples), self.stage.layers[0])
@@ -170,8 +197,7 @@ class StageRunner:
         incoming_size = getattr(self.module, "incoming_size", lambda source: self.module.hidden_size)
         return (sum(sample.num_outputs(source, self.data_module) for sample in samples), incoming_size(source))
 
-    def output_shape(self, route: Route) -> tuple[int, ...]:
-        """The shape of what a route takes from this stage."""
+    def _derive_output_shape(self, route: Route) -> tuple[int, ...]:
         samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.target.module != self.name:
             target = self._data_module_of(route.target.module)
@@ -187,15 +213,20 @@ class StageRunner:
         """
         keeps_graph = cell in self._routes.with_backward
         leaves = {
-            route: self._own_part(route, tensor)
-            .to(self._parameter_dtype)
-            .requires_grad_(route.carries_gradient and keeps_graph)
+            route: _as(self._own_part(route, tensor), self._parameter_dtype).requires_grad_(
+                route.carries_gradient and keeps_graph
+            )
             for route, tensor in inputs.items()
         }
         split = SplitBackward() if is_split else None
         stage_input = self._stage_input(cell, leaves)
-        with self._computing(split, with_graph=keeps_graph and not self.runs_again(cell)):
-            output = self.module(stage_input)
+        with_graph = keeps_graph and not self.runs_again(cell)
+        if split is None and self._computes_plainly:
+            with torch.set_grad_enabled(with_graph):
+                output = self.module(stage_input)
+        else:
+            with self._computing(split, with_graph=with_graph):
+                output = self.module(stage_input)
         if self._loss_weight:
             assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
             self.loss_sum += output.loss.detach()
@@ -206,15 +237,15 @@ class StageRunner:
         members = self._routes.samples(cell)
         samples = members_of_cell(self._batch.samples, members, self.data_module)
         features: list[dict[str, Tensor]] = [{} for _ in samples]
-        where = torch.device("cpu") if getattr(self.module, "features_on_host", False) else self.device
+        where = CPU if self._reads_on_host else self.device
         if self.module.needs_features and not members:
             ids = torch.zeros(1, dtype=torch.long, device=where)
             features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
         elif self.module.needs_features:
             for sample, i in zip(features, members, strict=True):
                 for key, tensor in self._batch.features(self.data_module, i).items():
-                    dtype = self._parameter_dtype if tensor.is_floating_point() else tensor.dtype
-                    sample[key] = to_device(tensor, where).to(dtype)
+                    tensor = tensor if tensor.device == where else to_device(tensor, where)
+                    sample[key] = _as(tensor, self._parameter_dtype) if tensor.is_floating_point() else tensor
         return StageInput(
             samples=samples,
             features=features,
@@ -245,11 +276,11 @@ class StageRunner:
         """The rows of `route.source`'s output that the route carries, without graph."""
         made = self._saved[route.source].output.hidden
         assert made is not None
-        output = made.detach().to(self.message_dtype(route))
-        rows = self._carried_rows(route)
+        output = _as(made.detach(), self.message_dtype(route))
+        rows = None if route.target.module == self.name else self._carried_rows(route)
         carried = output if rows is None else output.index_select(0, to_device(rows, output.device))
         # A receiver takes whatever comes: a message of another size would go unnoticed.
-        assert tuple(carried.shape) == self.output_shape(route), (route, tuple(carried.shape))
+        assert carried.shape == self.output_shape(route), (route, tuple(carried.shape))
         return carried.contiguous()
 
     def forget_output(self, cell: Cell) -> None:
@@ -298,7 +329,7 @@ class StageRunner:
     def _output_gradient(self, output: Tensor, gradients: Mapping[Route, Tensor]) -> Tensor:
         total: Tensor | None = None
         for route, gradient in gradients.items():
-            gradient = gradient.to(output.dtype)
+            gradient = _as(gradient, output.dtype)
             rows = self._carried_rows(route)
             if rows is not None:
                 gradient = torch.zeros_like(output).index_add_(0, to_device(rows, output.device), gradient)
@@ -312,7 +343,7 @@ class StageRunner:
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-                result[route] = self.rows.gather_gradient(route, gradient.to(self.message_dtype(route)))
+                result[route] = self.rows.gather_gradient(route, _as(gradient, self.message_dtype(route)))
         return result
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
@@ -334,6 +365,8 @@ class StageRunner:
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
         """Returns the rows of each source module, in the order of this microbatch's samples."""
+        if all(route.source.module == self.name for route in leaves):
+            return {}
         parts: dict[str, list[Route]] = {}
         for route in leaves:
             if route.source.module != self.name:
@@ -349,6 +382,11 @@ class StageRunner:
 
     def _data_module_of(self, module: str) -> str:
         return self._routes.plan.modules[module].data_module(module)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes its time where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class LossRunner(StageRunner):
