@@ -62,8 +62,16 @@ ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped
 """Errors of training processes that are told apart; all others are of kind `failure`."""
 FINAL_ERRORS = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
 """Exceptions by kind of end after which the nodes are not restarted."""
-OUTLIVING_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Settings without which torch ends a process whose NCCL peer was lost."""
+OUTLIVING_PEERS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
+"""Settings without which torch ends a process whose NCCL peer was lost, or reads communicators for its flight recorder
+while they are aborted: seen once on torch 2.11, as a wait of 60 s and a segmentation fault."""
 RETRY_S = 0.2
 """Interval between two looks for a store that was lost."""
 
