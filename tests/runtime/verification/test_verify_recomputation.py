@@ -28,7 +28,7 @@ PRODUCTS = {
         "gemma3, pixtral": {"llm": "gemma3", "vision": "pixtral", "audio": "qwen2_audio", "placement": "replicated"},
         "phi3, qwen2.5-vl": {"llm": "phi3", "vision": "qwen2_5_vl", "placement": "replicated", "items": "half"},
         "cross-attention": {"llm": "mllama", "merge": "cross_attention", "vision": "clip", "placement": "replicated"},
-        "adapters": {"lora": ("language_model",), "frozen": "all but projectors", "placement": "replicated"},
+        "adapters": {"lora": ("language_model",), "placement": "replicated"},
         "bfloat16": {"dtype": "bfloat16", "llm_pp": 2, "placement": "colocated"},
         "experts": {"llm": "mixtral", "placement": "replicated"},
     }.items()
