@@ -149,7 +149,7 @@ def test_files_that_are_no_run_files(
         (CONTEXT % "method: circle", 'context.method: is "circle"; give one of all_gather, ulysses, ring'),
         (
             CONTEXT % "block_size: 4, method: ulysses",
-            "language_model.context.method: ulysses cannot divide 4 query heads by cp_size 3; use all_gather",
+            "language_model.context.method: ulysses cannot divide 4 query heads by 3 ranks; use all_gather",
         ),
         ("model.media_attention=mine", 'media_attention: is "mine"; give one of causal, own_item, .* prefix, family'),
         (
