@@ -135,7 +135,7 @@ BUGS = (
     ),
     Bug(
         "values that nobody needs any more stay in memory",
-        "return self._here[value] if self._uses[value] else self._here.pop(value)",
+        "return self._here[value] if left else self._here.pop(value)",
         "return self._here[value]",
         ("test_messages",),
         "last_use or left_over",

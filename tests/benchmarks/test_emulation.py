@@ -63,7 +63,7 @@ def test_shapes_are_those_of_the_real_stages(name, num_layers):
     for cut in range(1, num_layers):
         for layers in ((0, cut), (cut, num_layers)):
             tp = TensorParallel(group=None, rank=0, size=1)
-            real = build_stage(run, name, layers, tp, torch.device("cpu"), recompute=False)
+            real = build_stage(run, name, layers, tp, torch.device("cpu"), recompute=None)
             emulated = EmulatedStage(name, workload, layers, {}, {})
             assert emulated.hidden_size == real.hidden_size or layers[0] == 0
             assert emulated.output_size == real.output_size

@@ -115,6 +115,7 @@ def watch(runner: StageRunner, graphs: Graphs) -> None:
             yield
 
     runner._computing = watched  # type: ignore[method-assign]
+    runner._computes_plainly = False
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "zero_bubble_h1"])

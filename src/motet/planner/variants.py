@@ -123,7 +123,8 @@ class Combination:
 
 
 def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> list[Promising]:
-    """The best chains under all variants: those that seem to fit first, then by estimate.
+    """The best chains under all variants: those that seem to fit first, by estimate; then, of these groups, those with
+    all savings; then those that do not fit.
 
     `combine`: ways to divide the devices of a problem, with the seconds of all layers for a microbatch and the number
     of groups. `lay_out`: the chains on such groups."""
@@ -136,6 +137,7 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
                 combinations.append(Combination(smaller, groups, least_s, least_s * (1 + (num_groups - 1) / number)))
     found: list[Promising] = []
     misfits: list[Promising] = []
+    spared: list[Promising] = []  # Needed if what seems to fit does not, by a simulation.
     fastest_s = inf
     known: dict[tuple[int, Saving], PlanningProblem] = {}
     first, *others = savings(problem)
@@ -168,11 +170,14 @@ def promising(problem: PlanningProblem, combine: Combine, lay_out: LayOut) -> li
         if not fitting and others and (with_all := laid_out(each, others[-1])):
             between = (laid_out(each, saving) for saving in others[:-1])
             fitting = next(filter(None, between), with_all)
+            if fitting is not with_all:
+                spared += with_all
         if fitting:
             found += fitting
             fastest_s = min(fastest_s, *(own.estimate_s for own in fitting))
     misfits.sort(key=lambda own: own.needed_bytes)
-    return [*sorted(found, key=lambda own: own.estimate_s), *misfits]
+    by_estimate = [sorted(each, key=lambda own: own.estimate_s) for each in (found, spared)]
+    return [*by_estimate[0], *by_estimate[1], *misfits]
 
 
 def _estimated(problem: PlanningProblem, costs: LayoutCosts, layout: Layout) -> Promising:

@@ -22,6 +22,7 @@ from motet.models.stages import causal as causal_stage
 from motet.models.stages import causal as merge
 from motet.models.stages import language_model as language_model_stage
 from motet.parallel import sequence_parallel
+from motet.parallel.packed_attention import PackedRow
 from motet.runtime import gradient_reduction as gradients
 from motet.runtime import local_model
 from motet.runtime.stage_runner import StageRunner
@@ -155,6 +156,11 @@ def labels_shifted_by_one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug(PACKED, "language_model")
+def packed_samples_see_those_before_them(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, PackedRow, "__init__", lambda original, self, lengths, device: original(self, (sum(lengths),), device))
+
+
+@bug(replace(PACKED, packed_attention="sdpa"), "language_model")
 def positions_go_on_from_sample_to_sample(patch: pytest.MonkeyPatch) -> None:
     """Then transformers sees no samples in a row, and each looks at those before it."""
     patch.setattr(merge.SequenceLayout, "position_ids", lambda self: torch.arange(self.shape[1])[None])
@@ -215,6 +221,7 @@ def outcome(scenario: Scenario) -> Any:
 USUAL = (
     "rows of a route in the wrong order",
     "a replica without images skips its share of the reduction",
+    "packed samples see those before them",
     "positions go on from sample to sample",
     "norms of shares of the sequence are summed on one rank only",
     "a weight half is lost",
