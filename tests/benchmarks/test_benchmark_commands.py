@@ -31,6 +31,7 @@ COMMANDS = {
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
     "message_bytes": "--layers 2 --width 64 --microbatches 2 --tokens 8 --only pp",
+    "executor_overhead": "--rounds 1 --microbatches 4 --iterations 4",
     "host_waits": "--only padding",
     "pairs": "pairs.json --pairs 2",
     "pipeline_against_torch": f"{ENGINE} --microbatches 10 --samples 1 --tokens 8",
