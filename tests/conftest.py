@@ -5,6 +5,7 @@ One thread per process: a fork after a multi-threaded forward hangs, and machine
 
 import atexit
 import gc
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -54,10 +55,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Reports the processor time of a test and of the processes that it has waited for: load does not change it."""
-    before = sum(os.times()[:4])
+    """Reports the processor time of a test and of the processes that have ended: load does not change it."""
+    before = _processor_seconds()
     yield
-    item.user_properties.append((slow_tests.PROPERTY, f"{sum(os.times()[:4]) - before:.3f}"))
+    item.user_properties.append((slow_tests.PROPERTY, f"{_processor_seconds() - before:.3f}"))
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    multiprocessing.active_children()  # Waits for those that have ended, which would count for a later test.
+    return sum(os.times()[:4])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

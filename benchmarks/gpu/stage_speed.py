@@ -11,12 +11,14 @@ from motet.api import read_problem, train
 
 
 def speed(**options: Any) -> dict[str, Any]:
-    """`options`: of `run_config`."""
+    """`options`: of `run_config`. Raises `RuntimeError` if the loss does not fall."""
     config = run_config(**options)
     problem = read_problem(config)
     num_tokens = sum(segment.num_tokens for sample in problem.samples for segment in sample.layouts["language_model"])
     result = train(config)
-    measured, predicted = result["measured"], result["predicted"]
+    measured, predicted, losses = result["measured"], result["predicted"], result["losses"]
+    if not losses[-1] < losses[0]:
+        raise RuntimeError(f"the loss does not fall: {losses}")
     seconds = measured["iteration_time_s"]
     return {
         "iteration_s": seconds,
@@ -28,6 +30,7 @@ def speed(**options: Any) -> dict[str, Any]:
         "memory_bytes": max(measured["peak_memory_bytes"]),
         "predicted_memory_bytes": max(predicted["peak_memory_bytes"]),
         "communicators": predicted["communicators"],
+        "losses": losses,
     }
 
 

@@ -71,3 +71,17 @@ def test_on_a_cpu_spans_are_those_of_the_host(monkeypatch):
         pass
     began_s, (span,) = recorder.read()
     assert (began_s, span.start, span.end) == (5.0, 1.0, 3.0)
+
+
+def test_time_between_iterations_is_the_devices(monkeypatch):
+    """The host issues both and then waits, so by its clock the second would take no time."""
+    device = Device(0.125)
+    monkeypatch.setattr(torch, "Event", device.event)
+    recorders = []
+    for _ in range(2):
+        recorders.append(SpanRecorder(0, torch.device("meta")))
+        with recorders[-1].measured("a", "F"):
+            pass
+    first, second = recorders
+    assert second.seconds_after(first) == 0.375  # The marks at its begin and around its span.
+    assert second.duration_s == 0.25

@@ -86,9 +86,18 @@ class SpanRecorder:
         self.wait()
         return self._since_first(self._last)
 
+    def seconds_after(self, before: "SpanRecorder") -> float:
+        """Seconds from the end of the last span of an earlier iteration to that of this one. Waits for the device."""
+        self.wait()
+        return _seconds_between(before._last, self._last)
+
     def _since_first(self, mark: Mark) -> float:
-        if isinstance(self._first, Stamp) and isinstance(mark, Stamp):
-            return self._first.event.elapsed_time(mark.event) / 1e3
-        assert not isinstance(self._first, Stamp)
-        assert not isinstance(mark, Stamp)
-        return mark - self._first
+        return _seconds_between(self._first, mark)
+
+
+def _seconds_between(start: Mark, end: Mark) -> float:
+    if isinstance(start, Stamp) and isinstance(end, Stamp):
+        return start.event.elapsed_time(end.event) / 1e3
+    assert not isinstance(start, Stamp)
+    assert not isinstance(end, Stamp)
+    return end - start

@@ -37,6 +37,7 @@ from motet.runtime.checkpoint.checkpoint import (
 from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
 from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
+from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.training.metrics import OutputError, Progress, Sink, Values, append_line, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.training.rates import Rates
@@ -165,6 +166,8 @@ class Trainer:
         self._sinks: list[Sink] = []
         self._since_s = 0.0
         """When the time of the next step to be finished began, by `time.perf_counter`."""
+        self._before: SpanRecorder | None = None
+        """Spans of the step before it, if the device went from one to the other."""
 
     @property
     def finished_steps(self) -> int:
@@ -236,7 +239,7 @@ class Trainer:
                 self._save()
             self.summary.save_again = False
             launched: deque[LaunchedStep] = deque()
-            self._since_s = time.perf_counter()
+            self._begin_timing()
             while not self.is_done and not self.is_paused:
                 with (
                     executor.deadline.guarded(),
@@ -254,7 +257,8 @@ class Trainer:
                     self.summary.timeline = self.engine.timeline()
                 if finished:
                     self._evaluate_and_save(progress)
-                    self._since_s = time.perf_counter() if not launched else self._since_s
+                    if not launched:
+                        self._begin_timing()
             self.summary.checkpoint = self._checkpoints.finish()
         except NonFiniteError:
             self._checkpoints.finish()
@@ -315,10 +319,7 @@ class Trainer:
         if _is_finite(result):
             with engine.executor.doing("the exchange of new parameters"):
                 self.optimizer.exchange()
-        ended_s = time.perf_counter()
-        step_s, self._since_s = ended_s - self._since_s, ended_s
-        on_device = has_own_memory(engine.device)
-        iteration_s = step.started.recorder.duration_s if on_device else step_s - step.data_s
+        step_s, iteration_s = self._time(step)
         rates = self._rates.of_step(step.started.routes, step.batch.samples, step_s) if self.is_first else {}
         if "mfu" in rates:
             self.summary.mfu.append(rates["mfu"] * step_s / iteration_s)
@@ -332,6 +333,22 @@ class Trainer:
             **rates,
         }
         return FinishedStep(step.number, values)
+
+    def _begin_timing(self) -> None:
+        """What happened so far counts for no step."""
+        self._since_s, self._before = time.perf_counter(), None
+
+    def _time(self, step: LaunchedStep) -> tuple[float, float]:
+        """Seconds of a step whose results were read, with and without the wait for its data.
+
+        A host that runs ahead of the device reads results late, so there the device's times count."""
+        ended_s = time.perf_counter()
+        if not has_own_memory(self.engine.device):
+            step_s, self._since_s = ended_s - self._since_s, ended_s
+            return step_s, step_s - step.data_s
+        recorder, before, self._before = step.started.recorder, self._before, step.started.recorder
+        iteration_s = recorder.duration_s
+        return step.data_s + iteration_s if before is None else recorder.seconds_after(before), iteration_s
 
     @property
     def _updates_on_device(self) -> bool:
