@@ -189,7 +189,13 @@ def _follow_steps() -> tuple[list[str], dict[int, float]]:
 
 def test_training_and_its_resumption_are_those_on_a_cpu(tmp_path, monkeypatch):
     """The loss of step 2 is not finite, which is seen when step 3 has been given to the device."""
-    common = {"train__checkpoint_every": 4, "train__clip_grad_norm": 0.5, "train__steps": 6, "data__num_train": 28, "train__dtype": "bfloat16"}
+    common = {
+        "train__checkpoint_every": 4,
+        "train__clip_grad_norm": 0.5,
+        "train__steps": 6,
+        "data__num_train": 28,
+        "train__dtype": "bfloat16",
+    }
     cpu, gpu = (run_config(tmp_path / name, **common, train__on_nonfinite="skip") for name in ("cpu", "gpu"))
     spoil(monkeypatch, ids_of_step(cpu, 1))
     (on_cpu,) = train(cpu)
