@@ -37,7 +37,7 @@ from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.rules import AttentionRule, mask_of
 from motet.attention.masks.tile_counts import row_pairs
 from motet.attention.masks.token_layout import Document, layout_of_documents
-from motet.parallel.context_attention import MOST_TILES_OF_A_TASK
+from motet.parallel.context.context_attention import MOST_TILES_OF_A_TASK
 
 CAUSAL = "causal"
 DENSE = "torch, dense causal"

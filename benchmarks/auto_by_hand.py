@@ -27,7 +27,7 @@ from motet.config import RunConfig
 from motet.errors import UserError
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.registry import choose
 

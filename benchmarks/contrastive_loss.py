@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.reporting import Report
 from motet.models.stages.contrastive import BLOCK_BYTES, ContrastiveLoss, ContrastiveStage
-from motet.parallel.context_attention import ContextParallel
+from motet.parallel.context.context_attention import ContextParallel
 from motet.schedule.batch_sync import Shares
 
 GIB = 2**30

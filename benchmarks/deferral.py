@@ -42,7 +42,7 @@ from motet.models.stages.stage import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.planner.layout import explicit_plan
+from motet.planner.layouts.layout import explicit_plan
 from motet.planner.problem import Degrees
 from motet.runtime.assembly import build_engine
 from motet.runtime.engine import Engine

@@ -26,7 +26,7 @@ from motet.models.stages.causal import layout_of
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel import split_backward
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Stage
 from motet.runtime.local_model import StageMaker
 from motet.schedule.action import Compute, Kind

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.layout import explicit_plan
-from motet.planner.partition import partition, stage_costs
+from motet.planner.layouts.layout import explicit_plan
+from motet.planner.layouts.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 
 Placed = Sequence[tuple[LayerRange, tuple[int, ...]]]

@@ -23,8 +23,8 @@ from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import iteration_costs, plan_for, planning_problem
 from motet.runtime.assembly import build_engine
+from motet.runtime.communication.messages import Mailbox
 from motet.runtime.launch import launch
-from motet.runtime.messages import Mailbox
 from motet.schedule.routes import derive_routes
 
 TEXT, VISION = "language_model", "vision"

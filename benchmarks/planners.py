@@ -22,7 +22,7 @@ from motet.planner.distmm.planner import assignments
 from motet.planner.disttrain.orchestration import orchestrate
 from motet.planner.disttrain.planner import orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
-from motet.planner.partition import partition
+from motet.planner.layouts.partition import partition
 from motet.planner.registry import make_plan
 from papers.distmm.models import problem as distmm_problem
 from papers.disttrain.models import mllm

@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.reporting import Report
 from benchmarks.uneven_data import DATA_SETS, draw
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from papers.entrain.problems import VISION, problem
 

@@ -28,7 +28,7 @@ from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import explicit_plan
+from motet.planner.layouts.layout import explicit_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.launch import launch

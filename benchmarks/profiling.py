@@ -13,7 +13,7 @@ from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
 from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import StageModule
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import LayerRange
 from motet.planner.from_run_file import planning_problem
 from motet.planner.problem import PlanningProblem

@@ -8,7 +8,7 @@ from motet.assignment.batch_assignment import BatchAssignment
 from motet.balancing.sample_work import SampleWork, sample_work
 from motet.costs.iteration import IterationCosts
 from motet.plan import Plan, Replica
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.schedule.generators import SPLIT_BACKWARDS
 from motet.schedule.program import make_program

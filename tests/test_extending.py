@@ -20,7 +20,7 @@ from motet.schedule.generators import GENERATORS
 
 FILES = {
     "planner": '''
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 
 

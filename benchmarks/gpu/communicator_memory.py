@@ -15,8 +15,8 @@ from motet.config import RunConfig
 from motet.costs.communication import communicator_bytes
 from motet.plan import Plan
 from motet.planner.from_run_file import plan_for
-from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, pick_device
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.launch import launch
 from motet.schedule.communicators import communicators
 

@@ -26,7 +26,7 @@ from motet.models.stages.stage import StageInput
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import make_splittable
-from motet.parallel.tensor_collectives import TensorParallel
+from motet.parallel.tensor.tensor_collectives import TensorParallel
 from motet.plan import LANGUAGE_MODEL
 from motet.runtime.assembly import make_stage
 

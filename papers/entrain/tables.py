@@ -18,7 +18,7 @@ from math import erf, inf, log, sqrt
 from motet.plan import Edge
 from motet.planner.entrain.planner import iteration_s
 from motet.planner.entrain.profiling_size import num_trials, proportional_allocation
-from motet.planner.partition import partition, stage_costs
+from motet.planner.layouts.partition import partition, stage_costs
 from papers.entrain.problems import problems
 from papers.tables import Row, Table
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
-from motet.planner.degrees import common_tp_sizes, dp_sizes
-from motet.planner.layout import Layout, Placement, chunks_of_runs, has_few_stages
+from motet.planner.layouts.degrees import common_tp_sizes, dp_sizes
+from motet.planner.layouts.layout import Layout, Placement, chunks_of_runs, has_few_stages
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import best_plan
 

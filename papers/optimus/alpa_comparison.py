@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import cache
 
 from motet.cluster import DEVICES
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.timeline import Kernel
-from motet.planner.partition import partition
 from papers.optimus import published as paper
 from papers.optimus.model import (
     Constants,

@@ -22,9 +22,9 @@ from functools import cache
 from itertools import product
 from math import inf
 
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus.timeline import Kernel, Kernels, LlmPipeline, LlmTimeline, llm_timeline
-from motet.planner.partition import partition
 from papers.optimus import published as paper
 from papers.optimus.published import MODELS, Model
 

@@ -24,8 +24,8 @@ from motet.costs.software import SOFTWARE, Software, with_unfused_attention
 from motet.plan import Edge, LayerRange, Plan, Replica, Stage
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.planner import optimus
-from motet.planner.partition import partition
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.shapes.diffusion import generator_workload
 from motet.shapes.module_shape import LayerShape, ModuleWorkload, contrastive_loss, with_projector

@@ -11,7 +11,7 @@ from motet.assignment.sample import Sample
 from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.schedule.routes import derive_routes
 from papers.entrain.problems import problem

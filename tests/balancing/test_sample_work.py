@@ -6,7 +6,7 @@ import pytest
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.balancing.sample_work import sample_work
 from motet.costs.iteration import IterationCosts
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, derive_routes

@@ -14,7 +14,7 @@ from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.families.encoders.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem

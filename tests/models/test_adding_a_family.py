@@ -16,7 +16,7 @@ from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.materialize import float64_throughout, materialize
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 
 GUIDE = ROOT / "docs" / "adding-a-model-family.md"
 SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}

@@ -7,8 +7,8 @@ from sampling import in_campaigns
 from test_encoder_stage import build_stages, compare_gradients, gradients, project_to_loss, run, setup
 from tiny_encoders import BLOCKS, ENCODERS
 
-from motet.parallel.tensor_collectives import gather_full
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
+from motet.parallel.tensor.tensor_collectives import gather_full
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
 
 CUT = (0, 3, BLOCKS + 2, BLOCKS + 3)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 from papers import PAPERS, reproduce
 from papers.cornstarch.problems import problem, problems

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from motet.planner.evaluate import evaluate
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.bubbles import schedule_bubbles
 from motet.planner.optimus.layouts import solutions
-from motet.planner.partition import partition
 from motet.planner.registry import make_plan
 from papers.optimus import published as paper
 from papers.optimus.alpa_comparison import a100, alpa_s, small, table_10, table_10_alpa

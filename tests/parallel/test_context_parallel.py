@@ -15,8 +15,8 @@ from motet.attention.kernels.backends import backend_for
 from motet.attention.masks.distribution import check_ulysses, distribute
 from motet.attention.masks.tile_counts import tile_counts
 from motet.errors import UserError
-from motet.parallel import context_attention as context_parallel
-from motet.parallel.context_attention import ContextParallel, SharedAttention
+from motet.parallel.context import context_attention as context_parallel
+from motet.parallel.context.context_attention import ContextParallel, SharedAttention
 from motet.plan import ContextOptions
 
 HEADS, KEY_HEADS, DIM = 12, 6, 4

@@ -16,8 +16,8 @@ from motet.errors import UserError
 from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.family_features import probing
 from motet.models.stages.language_model import LanguageModelStage
-from motet.parallel.context_attention import ContextParallel
-from motet.parallel.context_sequence import (
+from motet.parallel.context.context_attention import ContextParallel
+from motet.parallel.context.context_sequence import (
     CHANGES_OF_ATTENTION,
     ContextSequence,
     context_sequence,

@@ -10,7 +10,7 @@ from scenario import Scenario
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from motet.parallel.packed_attention import PackedRow, packed_attention
+from motet.parallel.context.packed_attention import PackedRow, packed_attention
 
 LENGTHS = (5, 1, 12, 8)
 DEVICE = torch.device(os.environ.get("MOTET_TEST_DEVICE", "cpu"))

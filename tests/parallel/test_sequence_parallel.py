@@ -8,8 +8,8 @@ from tp_cases import CASES, VISION, Case, projected, random, run_text
 from tp_compare import largest_error
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from motet.parallel.tensor_collectives import TensorParallel
-from motet.parallel.tensor_parallel import apply_tensor_parallel
+from motet.parallel.tensor.tensor_collectives import TensorParallel
+from motet.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
 
 class Blocks(nn.Module):

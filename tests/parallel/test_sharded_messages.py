@@ -12,7 +12,7 @@ from scenario import Scenario, ScenarioBatch
 
 from motet.planner.from_run_file import iteration_costs
 from motet.runtime.assembly import build_engine
-from motet.runtime.messages import Mailbox
+from motet.runtime.communication.messages import Mailbox
 from motet.schedule.lower import Message
 from motet.schedule.routes import derive_routes
 

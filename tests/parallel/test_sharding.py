@@ -3,8 +3,8 @@ from distributed import run_distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter, unshard
-from motet.parallel.tensor_plans import Shard
+from motet.parallel.tensor.tensor_collectives import TensorParallel, gather_full, shard_parameter, unshard
+from motet.parallel.tensor.tensor_plans import Shard
 
 
 @given(

@@ -1,6 +1,6 @@
 import pytest
 
-from motet.parallel.tensor_plans import Shard, check_tp, local_ranges
+from motet.parallel.tensor.tensor_plans import Shard, check_tp, local_ranges
 
 TEXT = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
 

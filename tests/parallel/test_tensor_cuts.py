@@ -17,11 +17,11 @@ from motet.errors import UserError
 from motet.families.tiny import perturb, tiny_config
 from motet.models.from_run_file import remove_dropout
 from motet.models.materialize import float64_throughout
-from motet.parallel import tensor_cuts as cuts
-from motet.parallel.tensor_cuts import LinearCut, TensorCuts, tensor_cuts
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
-from motet.parallel.tensor_plans import Shard, check_tp
-from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
+from motet.parallel.tensor import tensor_cuts as cuts
+from motet.parallel.tensor.tensor_cuts import LinearCut, TensorCuts, tensor_cuts
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor.tensor_plans import Shard, check_tp
+from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 LATENT = {
     "q_lora_rank": 8,

@@ -25,9 +25,9 @@ from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import make_splittable
-from motet.parallel.tensor_collectives import gather_full
-from motet.parallel.tensor_cuts import tensor_cuts
-from motet.parallel.tensor_parallel import (
+from motet.parallel.tensor.tensor_collectives import gather_full
+from motet.parallel.tensor.tensor_cuts import tensor_cuts
+from motet.parallel.tensor.tensor_parallel import (
     RowLinear,
     TensorParallel,
     apply_tensor_parallel,

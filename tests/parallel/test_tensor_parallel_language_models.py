@@ -19,8 +19,8 @@ from motet.families.tiny import tiny_config
 from motet.models.materialize import float64_throughout
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
-from motet.parallel.tensor_collectives import gather_full
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
+from motet.parallel.tensor.tensor_collectives import gather_full
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
 from motet.plan import LayerRange
 from motet.runtime.assembly import make_stage
 

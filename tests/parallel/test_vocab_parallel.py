@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.parallel import vocab_parallel
-from motet.parallel.tensor_collectives import TensorParallel
-from motet.parallel.vocab_parallel import cross_entropy_sum, shard_embedding, shard_head, vocabulary_group
+from motet.parallel.tensor import vocab_parallel
+from motet.parallel.tensor.tensor_collectives import TensorParallel
+from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, shard_embedding, shard_head, vocabulary_group
 
 
 def logits_and_labels(scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from motet.planner.problem import PlanningProblem
 from motet.planner.registry import PLANNERS, Planner, choose, make_plan
 
 FILE = '''
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 
 

@@ -8,9 +8,10 @@ from sampling import in_campaigns
 from small_problem import sample, small_problem, with_memory
 
 from motet.costs.memory import RESERVE
-from motet.planner.auto import Choice, bound_of_all, own_layouts
+from motet.planner.auto import Choice, bound_of_all
 from motet.planner.evaluate import evaluate, memory_suggestions
-from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layouts.layout import Chunk, Layout, layout_plan
+from motet.planner.layouts.own_layouts import own_layouts
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, choose, make_plan
 from motet.planner.selection import rank

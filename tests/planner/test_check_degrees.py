@@ -1,7 +1,7 @@
 """What planners know of families without torch is what the families themselves say."""
 
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES
-from motet.planner.degrees import NO_CONTEXT_PARALLELISM
+from motet.planner.layouts.degrees import NO_CONTEXT_PARALLELISM
 
 
 def test_encoders_whose_tokens_cannot_be_shared() -> None:

@@ -16,13 +16,13 @@ from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions
-from motet.planner.auto import own_layouts
-from motet.planner.context_methods import context_variants
-from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.planner.layout import Chunk, Layout, layout_plan
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layouts.context_methods import context_variants
+from motet.planner.layouts.degrees import cp_sizes
+from motet.planner.layouts.layout import Chunk, Layout, layout_plan
+from motet.planner.layouts.layout_costs import LayoutCosts
+from motet.planner.layouts.own_layouts import own_layouts
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, choose, make_plan
 from motet.schedule.action import Compute, Kind

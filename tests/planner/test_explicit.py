@@ -8,7 +8,7 @@ from small_problem import small_problem
 from motet.errors import UserError
 from motet.plan import ContextOptions, Edge, Plan
 from motet.planner.evaluate import check_same_model, evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 from motet.planner.registry import make_plan
 

@@ -7,10 +7,10 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import explicit_plan
+from motet.planner.layouts.layout import explicit_plan
+from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import Degrees
 from motet.planner.registry import choose, make_plan
-from motet.planner.sharing import sharing_plans
 from motet.report.plan_report import report_evaluation, report_text
 
 

@@ -9,8 +9,8 @@ from small_problem import sample, small_problem, with_memory
 
 from motet.balancing.policies import ASSIGNMENTS
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import Chunk, Layout, layout_plan
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layouts.layout import Chunk, Layout, layout_plan
+from motet.planner.layouts.layout_costs import LayoutCosts
 from motet.schedule.generators import GENERATORS
 
 

@@ -14,8 +14,8 @@ from motet.api import read_problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
-from motet.planner.degrees import check_within_limits
 from motet.planner.evaluate import evaluate
+from motet.planner.layouts.degrees import check_within_limits
 from motet.planner.registry import PLANNERS, Planner, make_plan
 
 SIZES = st.sampled_from([(1,), (2,), (1, 2)])

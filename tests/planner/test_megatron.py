@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
-from motet.planner.degrees import uniform_degrees
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import layout_plan
+from motet.planner.layouts.degrees import uniform_degrees
+from motet.planner.layouts.layout import layout_plan
+from motet.planner.layouts.partition import stage_costs
 from motet.planner.megatron import balanced_chains
-from motet.planner.partition import stage_costs
 from motet.planner.registry import make_plan
 
 

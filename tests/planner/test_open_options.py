@@ -18,8 +18,8 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.ending import until
 from motet.planner.evaluate import evaluate
+from motet.planner.layouts.variants import savings, variant
 from motet.planner.registry import choose
-from motet.planner.variants import savings, variant
 
 
 def open_problem(**options):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from motet.planner.partition import (
+from motet.planner.layouts.partition import (
     bottlenecks,
     even_partition,
     fewest_stages,

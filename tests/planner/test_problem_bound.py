@@ -17,7 +17,7 @@ from motet.costs.cost_model import LinkCost
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import Chunk, Layout, build_plan, layout_plan
+from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan

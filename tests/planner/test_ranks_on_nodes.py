@@ -11,7 +11,7 @@ from motet.cluster import LINKS
 from motet.cluster.rank_placement import on_nodes
 from motet.costs.communication import collective_seconds
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind

@@ -8,7 +8,7 @@ from small_problem import small_problem, with_memory
 
 from motet.planner.baselines import cornstarch
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import build_plan, cut_module
+from motet.planner.layouts.layout import build_plan, cut_module
 from motet.planner.problem import Degrees, TooSlowError
 from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.search import layouts_of, search, usable_counts

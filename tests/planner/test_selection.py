@@ -8,9 +8,9 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import usable_bytes
 from motet.planner import selection
-from motet.planner.auto import own_layouts
-from motet.planner.layout import layout_plan
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layouts.layout import layout_plan
+from motet.planner.layouts.layout_costs import LayoutCosts
+from motet.planner.layouts.own_layouts import own_layouts
 from motet.planner.selection import best_layout, within_memory
 from motet.schedule.generators import GENERATORS
 

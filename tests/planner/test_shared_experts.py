@@ -10,7 +10,7 @@ from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.planner.auto import choose_among
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload
 

@@ -11,7 +11,7 @@ from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.iteration import IterationCosts
 from motet.plan import Plan
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import build_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.report.data_stats import DataStats, data_stats
 from motet.schedule.action import Compute, Kind

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distributed import run_distributed
 
 from motet.errors import UserError
-from motet.runtime import agreement
-from motet.runtime.agreement import gather_values, on_every_rank, on_first_rank
+from motet.runtime.communication import agreement
+from motet.runtime.communication.agreement import gather_values, on_every_rank, on_first_rank
 
 
 class Key(NamedTuple):

@@ -21,7 +21,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.balancing.policies import ASSIGNMENTS
 from motet.balancing.sample_work import SampleWork
 from motet.plan import Edge, Plan
-from motet.runtime.deadline import StepFailedError
+from motet.runtime.communication.deadline import StepFailedError
 from motet.runtime.engine import Engine
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.dependencies import Dependencies

@@ -24,11 +24,17 @@ from waiting import wait_until
 
 from motet.assignment.sample import Sample, Segment
 from motet.models.stages.stage import StageInput, StageOutput
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
-from motet.runtime import deadline as deadline_module
 from motet.runtime import engine as engine_module
-from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, Watchdog, interrupted_after
+from motet.runtime.communication import deadline as deadline_module
+from motet.runtime.communication.deadline import (
+    Deadline,
+    StepFailedError,
+    StepOverrunError,
+    Watchdog,
+    interrupted_after,
+)
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import StageMaker
 

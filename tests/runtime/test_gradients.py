@@ -10,9 +10,9 @@ from distributed import run_distributed
 from torch import Tensor, nn
 
 from motet.parallel.mesh import ReduceGroup
-from motet.runtime import gradient_reduction as gradients
-from motet.runtime.deadline import Deadline
-from motet.runtime.gradient_reduction import Bucket, GradientReducer, Portion, squared_norm
+from motet.runtime.communication import gradient_reduction as gradients
+from motet.runtime.communication.deadline import Deadline
+from motet.runtime.communication.gradient_reduction import Bucket, GradientReducer, Portion, squared_norm
 
 SIZE = 4
 """Elements of a parameter here; float32, so 16 bytes."""

@@ -4,7 +4,7 @@ from plans import chain, language_model, module, replica, routes_of
 from split_backwards import split_at_random
 
 from motet.plan import Edge, Plan
-from motet.runtime.messages import LocalProgram, local_program
+from motet.runtime.communication.messages import LocalProgram, local_program
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import Activation, Dependencies, Gradient
 from motet.schedule.generators import GENERATORS

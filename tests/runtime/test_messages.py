@@ -8,9 +8,9 @@ import torch
 from distributed import run_distributed
 from torch import Tensor
 
-from motet.runtime import messages
-from motet.runtime.deadline import Deadline
-from motet.runtime.messages import Carried, Mailbox
+from motet.runtime.communication import messages
+from motet.runtime.communication.deadline import Deadline
+from motet.runtime.communication.messages import Carried, Mailbox
 from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message

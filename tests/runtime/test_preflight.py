@@ -15,9 +15,9 @@ from motet.cli.main import main
 from motet.errors import UserError
 from motet.parallel.mesh import build_mesh
 from motet.plan import Edge, Plan
-from motet.runtime import preflight
-from motet.runtime.deadline import StepFailedError
-from motet.runtime.preflight import check_memory, device_memory_bytes, open_communicators
+from motet.runtime.communication import preflight
+from motet.runtime.communication.deadline import StepFailedError
+from motet.runtime.communication.preflight import check_memory, device_memory_bytes, open_communicators
 from motet.runtime.training.worker import train_worker
 from motet.schedule.communicators import Link, plan_links
 from motet.schedule.dependencies import Dependencies

@@ -14,7 +14,7 @@ from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.encoder import EncoderStage
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 

@@ -18,7 +18,7 @@ from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModalityModule
 from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 

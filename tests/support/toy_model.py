@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from motet.assignment.sample import Sample
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.split_backward import linear
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Stage
 
 WIDTH = 5

@@ -47,7 +47,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
+from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 TEXT = {
     "vocab_size": 48,

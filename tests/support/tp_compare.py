@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from tp_cases import Case
 
-from motet.parallel.tensor_collectives import gather_full
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
+from motet.parallel.tensor.tensor_collectives import gather_full
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
 
 Step = Callable[[nn.Module, Case], Tensor]
 

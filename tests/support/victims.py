@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from waiting import wait_until
 
-from motet.parallel.tensor_plans import local_ranges
+from motet.parallel.tensor.tensor_plans import local_ranges
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION, MembershipNotice
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter
+from motet.runtime.communication.gradient_reduction import GradientReducer
 from motet.runtime.executor import Executor
-from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.training.trainer import Trainer
 from motet.schedule.action import Compute, Kind, Reduce

@@ -2,7 +2,7 @@
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
 `motet.families.encoders.encoder_families`, language models in `motet.families.language_models`, caption decoders in
-`motet.families.caption_decoders`, the cut of their linears in `motet.parallel.tensor_plans`.
+`motet.families.caption_decoders`, the cut of their linears in `motet.parallel.tensor.tensor_plans`.
 """
 
 import difflib

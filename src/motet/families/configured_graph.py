@@ -25,7 +25,7 @@ from motet.families.capabilities import packed_by_sample
 from motet.families.encoders.token_counts import Pooling
 from motet.families.hf_config import read_generator, shape_request
 from motet.families.shape_reading.module_shapes import make_shapes, shape_of
-from motet.parallel.tensor_plans import setting
+from motet.parallel.tensor.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
 from motet.recomputation import split_entry
 from motet.schedule.batch_sync import Pair, pairs_of

@@ -27,8 +27,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
-from motet.parallel.tensor_collectives import shard_parameter
-from motet.parallel.tensor_parallel import (
+from motet.parallel.tensor.tensor_collectives import shard_parameter
+from motet.parallel.tensor.tensor_parallel import (
     RowConv1D,
     RowLinear,
     TensorParallelLayout,

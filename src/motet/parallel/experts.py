@@ -4,7 +4,7 @@ Only `forward` of the modules that hold experts is replaced, one instance at a t
 The module's own forward computes with the rank's experts alone, given one row for each token and expert chosen.
 
 * Over a tensor-parallel group, whose ranks hold the same tokens, each rank computes the rows of its own experts, and
-  the results are summed over the group as those of any parallel region (`motet.parallel.sequence_parallel`).
+  the results are summed over the group as those of any parallel region (`motet.parallel.tensor.sequence_parallel`).
 * Over several replicas, whose tokens differ, rows travel to the ranks of their experts and back (all-to-all). None is
   dropped: the ranks first tell each other how many rows they send. Where replicas are tensor-parallel groups, each of
   their ranks sends a share of the tokens. Every rank takes part in each exchange, whether it has tokens or not.
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from motet.errors import UserError
-from motet.parallel.tensor_collectives import TensorParallel, shard_parameter
-from motet.parallel.tensor_plans import Shard
+from motet.parallel.tensor.tensor_collectives import TensorParallel, shard_parameter
+from motet.parallel.tensor.tensor_plans import Shard
 
 BY_EXPERT = Shard(0)
 """How the parameters of distributed experts are cut: [experts, ...]."""

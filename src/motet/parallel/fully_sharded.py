@@ -11,7 +11,7 @@ Every parameter has one owner, found by giving the largest to whom has least so 
 whole, and checkpoints, copies to other nodes and AdamW's rules need to know nothing of sharding.
 
 Not torch's `fully_shard`: it sums gradients by itself in each backward, where pipelines that do not look alike have to
-sum them layer by layer among all who hold them (`motet.runtime.gradient_reduction`).
+sum them layer by layer among all who hold them (`motet.runtime.communication.gradient_reduction`).
 
 Over replicas, the block that is needed next is gathered while one computes.
 

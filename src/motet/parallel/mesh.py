@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from motet.devices import barrier
 from motet.errors import UserError
-from motet.parallel.context_attention import ContextParallel
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.context.context_attention import ContextParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, places, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.communicators import (

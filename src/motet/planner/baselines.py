@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import common_tp_sizes, dp_sizes, most_stages, uniform_degrees
-from motet.planner.layout import Layout, Placement, cut_module, layout_of_degrees
-from motet.planner.partition import even_partition, partition, partition_by_sizes, stage_costs
+from motet.planner.layouts.degrees import common_tp_sizes, dp_sizes, most_stages, uniform_degrees
+from motet.planner.layouts.layout import Layout, Placement, cut_module, layout_of_degrees
+from motet.planner.layouts.partition import even_partition, partition, partition_by_sizes, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.search import search
 from motet.planner.selection import best_plan

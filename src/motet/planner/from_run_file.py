@@ -23,9 +23,9 @@ from motet.costs.memory import ADAMW_STATES, MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, Plan
-from motet.planner.degrees import NO_CONTEXT_PARALLELISM
 from motet.planner.distmm.planner import SCHEDULE
 from motet.planner.distmm.towers import TowerLayout, tower_plan
+from motet.planner.layouts.degrees import NO_CONTEXT_PARALLELISM
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS

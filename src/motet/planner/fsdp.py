@@ -6,11 +6,11 @@ Blocks of the language model are gathered when they are computed; encoders are g
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.degrees import check_allows_tp_1
-from motet.planner.layout import Chunk, Layout, Placement
+from motet.planner.layouts.degrees import check_allows_tp_1
+from motet.planner.layouts.layout import Chunk, Layout, Placement
+from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import best_plan
-from motet.planner.sharing import sharing_plans
 
 
 def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:

@@ -32,7 +32,7 @@ import numpy as np
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
-from motet.planner.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
+from motet.planner.layouts.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
 from motet.planner.problem import PlanningProblem
 from motet.ragged_arrays import Floats, Ints
 

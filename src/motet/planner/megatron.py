@@ -15,9 +15,9 @@ row, a case that appendix B leaves open. Stages need not divide the blocks; the 
 from collections.abc import Iterable, Iterator
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import check_allows_tp_1, uniform_degrees
-from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
-from motet.planner.partition import even_partition
+from motet.planner.layouts.degrees import check_allows_tp_1, uniform_degrees
+from motet.planner.layouts.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
+from motet.planner.layouts.partition import even_partition
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import best_plan
 

@@ -15,13 +15,13 @@ from motet.planner.baselines import (
     frozen_unaware,
     proportional,
 )
-from motet.planner.degrees import check_allows_cp_1, check_limits, check_within_limits
 from motet.planner.distmm.planner import distmm
 from motet.planner.disttrain.planner import disttrain
 from motet.planner.ending import Progress, silent
 from motet.planner.entrain.planner import entrain
 from motet.planner.fsdp import fsdp
-from motet.planner.layout import Placement, explicit_plan
+from motet.planner.layouts.degrees import check_allows_cp_1, check_limits, check_within_limits
+from motet.planner.layouts.layout import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.optimus.planner import optimus
 from motet.planner.problem import Degrees, PlanningProblem

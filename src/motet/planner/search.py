@@ -12,11 +12,11 @@ from math import comb, inf
 
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import common_tp_sizes, cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Chunk, Layout, Placement, build_plan, layout_of_degrees
-from motet.planner.layout_costs import LayoutCosts
-from motet.planner.partition import fewest_stages, stage_costs
+from motet.planner.layouts.degrees import common_tp_sizes, cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
+from motet.planner.layouts.layout import Chunk, Layout, Placement, build_plan, layout_of_degrees
+from motet.planner.layouts.layout_costs import LayoutCosts
+from motet.planner.layouts.partition import fewest_stages, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.selection import best_layout, rank
 from motet.schedule.generators import SPLIT_BACKWARDS

@@ -18,10 +18,10 @@ from typing import Protocol
 from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.degrees import cp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Layout, Placement, layout_plan
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layouts.degrees import cp_sizes, no_layout, tp_sizes
+from motet.planner.layouts.layout import Layout, Placement, layout_plan
+from motet.planner.layouts.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.resilience.state_transfer import Item, ItemDescription, LocalState, TransferPlan, plan_transfer
-from motet.runtime.agreement import gather_values
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.training.trainer import TrainingSummary
 
 KEPT_STEPS = 2

@@ -57,11 +57,11 @@ from motet.resilience.state_transfer import (
     transfer_state,
 )
 from motet.resilience.stragglers import StragglerWatch
-from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
 from motet.runtime.checkpoint.folder import step_of
-from motet.runtime.deadline import StepOverrunError, abort_communicators
+from motet.runtime.communication.agreement import gather_values
+from motet.runtime.communication.deadline import StepOverrunError, abort_communicators
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
 from motet.runtime.training.worker import (
     check_has_steps_left,

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.parallel.tensor_plans import Shard, local_ranges
+from motet.parallel.tensor.tensor_plans import Shard, local_ranges
 from motet.plan import Plan
 from motet.planner.reconfiguration.copies import (
     Copy,

@@ -17,7 +17,7 @@ from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.compiled import compile_blocks
 from motet.parallel.main_gradients import keep_main_gradients
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.recomputation import of_module

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from motet.runtime.gradient_reduction import GradientReducer
-from motet.runtime.messages import Carried, LocalProgram
+from motet.runtime.communication.gradient_reduction import GradientReducer
+from motet.runtime.communication.messages import Carried, LocalProgram
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Activation, Gradient

@@ -20,16 +20,16 @@ from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.devices import HostCopy, has_own_memory, peak_memory_bytes, to_device
 from motet.models.stages.stage import Batch
-from motet.parallel.context_sequence import ContextSequence
+from motet.parallel.context.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh, pairs_by_tag
 from motet.plan import Plan
-from motet.runtime.agreement import gather_values, is_same_on_all_ranks
 from motet.runtime.batch_copies import BatchCopies
-from motet.runtime.deadline import StepFailedError
+from motet.runtime.communication.agreement import gather_values, is_same_on_all_ranks
+from motet.runtime.communication.deadline import StepFailedError
+from motet.runtime.communication.messages import LocalProgram, local_program
+from motet.runtime.communication.preflight import open_communicators
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
-from motet.runtime.messages import LocalProgram, local_program
-from motet.runtime.preflight import open_communicators
 from motet.runtime.router_corrections import RouterCorrections
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import LossRunner, StageRunner

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from motet.devices import has_own_memory, seed_generators, to_device
 from motet.models.stages.stage import Batch
-from motet.parallel.context_rows import Piece
+from motet.parallel.context.context_rows import Piece
 from motet.parallel.mesh import Mesh
-from motet.parallel.tensor_collectives import rows_of_share
+from motet.parallel.tensor.tensor_collectives import rows_of_share
 from motet.plan import Stage, places
 from motet.runtime.bound_program import BoundCompute, BoundMessage, BoundProgram, BoundRead, bind
-from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
-from motet.runtime.gradient_reduction import GradientReducer
-from motet.runtime.messages import LocalProgram, Mailbox
+from motet.runtime.communication.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.communication.gradient_reduction import GradientReducer
+from motet.runtime.communication.messages import LocalProgram, Mailbox
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce

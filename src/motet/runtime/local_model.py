@@ -13,20 +13,20 @@ from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
-from motet.parallel.context_attention import ContextParallel
+from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.mesh import Mesh
 from motet.parallel.row_shards import RowShard
-from motet.parallel.tensor_collectives import gather_full, shard_parameter
-from motet.parallel.tensor_parallel import (
+from motet.parallel.tensor.tensor_collectives import gather_full, shard_parameter
+from motet.parallel.tensor.tensor_parallel import (
     TensorParallel,
     sum_over_group,
     tensor_parallel_layout,
     tp_reduce_gradients,
 )
-from motet.parallel.tensor_plans import Shard
+from motet.parallel.tensor.tensor_plans import Shard
 from motet.plan import ModulePlan, Plan, Stage, tensor_parallel_groups
-from motet.runtime.gradient_reduction import (
+from motet.runtime.communication.gradient_reduction import (
     Copies,
     GradientReducer,
     HeldParameter,

@@ -58,13 +58,12 @@ from motet.models.hub.generation import Prompt, generate_answers
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.stage import Batch, StageModule
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.distmm.towers import TowerLayout, tower_plan
-from motet.planner.layout import Placement, build_plan
+from motet.planner.layouts.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.recomputation import check_entries, of_module, split_entry
-from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.assembly import make_stage
 from motet.runtime.checkpoint.checkpoint import (
     fill,
@@ -75,6 +74,7 @@ from motet.runtime.checkpoint.checkpoint import (
 )
 from motet.runtime.checkpoint.folder import TrainingState
 from motet.runtime.checkpoint.torch_optimizer import TorchOptimizerStates
+from motet.runtime.communication.agreement import on_every_rank, on_first_rank
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
 from motet.runtime.whole_matrices import watch_optimizers

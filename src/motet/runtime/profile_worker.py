@@ -11,7 +11,7 @@ from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
 from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import Batch, StageModule
-from motet.parallel.tensor_parallel import TensorParallel
+from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
 from motet.runtime.assembly import PARAMETER_DTYPES, build_stage, pick_device
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from motet.models.stages.language_model import LanguageModelStage
-from motet.runtime.agreement import gather_values
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel
 

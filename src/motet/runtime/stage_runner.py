@@ -13,15 +13,15 @@ from motet.assignment.sample import IGNORED_LABEL, members_of_cell
 from motet.devices import to_device
 from motet.models.stages.contrastive import ALONE, RowExchange
 from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutput
-from motet.parallel.context_attention import ContextParallel
-from motet.parallel.context_rows import ContextRows
+from motet.parallel.context.context_attention import ContextParallel
+from motet.parallel.context.context_rows import ContextRows
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.main_gradients import HALF_DTYPES
 from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import SplitBackward, make_splittable
-from motet.parallel.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
+from motet.parallel.tensor.tensor_collectives import TensorParallel, all_gather_sequence, shard_length
 from motet.plan import ModulePlan, Stage
-from motet.runtime.messages import merge_order, rows_of
+from motet.runtime.communication.messages import merge_order, rows_of
 from motet.schedule.batch_sync import Shares, samples_of_ranks, shares
 from motet.schedule.lower import row_shares
 from motet.schedule.routes import Cell, Route, Routes

@@ -237,7 +237,8 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
 
     Between stages of one module, members of context-parallel groups hold shares of the tokens. In groups of one size
     the members of one place hold the same share. Groups of unequal size are resharded: each receiver gets a piece from
-    every place of the sending group but those that it holds itself (`motet.parallel.context_rows` derives their rows).
+    every place of the sending group but those that it holds itself (`motet.parallel.context.context_rows` derives their
+    rows).
     What enters another module is whole on every sender.
     """
     begin, end = (target, source) if gradient else (source, target)

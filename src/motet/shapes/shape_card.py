@@ -139,5 +139,5 @@ def _walker_digest() -> str:
 def walker_files() -> list[Path]:
     """Source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
-    cuts = rooms / "parallel" / "tensor_cuts.py"
+    cuts = rooms / "parallel" / "tensor" / "tensor_cuts.py"
     return sorted([*(rooms / "families").rglob("*.py"), *(rooms / "shapes").glob("*.py"), cuts])

@@ -16,7 +16,7 @@ from motet.planner.disttrain.orchestration import (
     evaluate_degrees,
     orchestrate,
 )
-from motet.planner.partition import partition, stage_costs
+from motet.planner.layouts.partition import partition, stage_costs
 
 
 def exhaustive(problem):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sampling import examples
 
-from motet.parallel.tensor_plans import Shard, local_ranges
+from motet.parallel.tensor.tensor_plans import Shard, local_ranges
 from motet.planner.reconfiguration.copies import plan_copies
 
 LENGTH = 24

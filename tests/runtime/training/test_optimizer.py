@@ -22,7 +22,7 @@ from motet.data.service.tickets import InProcess
 from motet.models.from_run_file import build_node
 from motet.models.materialize import float64_throughout
 from motet.models.reference import plain_loss
-from motet.parallel.tensor_collectives import TensorParallel
+from motet.parallel.tensor.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter

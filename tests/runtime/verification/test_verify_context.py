@@ -21,8 +21,8 @@ from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.rules import AttentionRule, mask_of, register_mask
 from motet.attention.masks.token_layout import Document, layout_of_documents
 from motet.models.materialize import float64_throughout
-from motet.parallel import context_attention as context_parallel
-from motet.parallel import context_rows, context_sequence
+from motet.parallel.context import context_attention as context_parallel
+from motet.parallel.context import context_rows, context_sequence
 from motet.runtime.assembly import build_engine
 from motet.runtime.verification.verify import Comparison
 

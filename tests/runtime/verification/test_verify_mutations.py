@@ -21,10 +21,10 @@ from torch import Tensor
 from motet.models.stages import causal as causal_stage
 from motet.models.stages import causal as merge
 from motet.models.stages import language_model as language_model_stage
-from motet.parallel import sequence_parallel
-from motet.parallel.packed_attention import PackedRow
-from motet.runtime import gradient_reduction as gradients
+from motet.parallel.context.packed_attention import PackedRow
+from motet.parallel.tensor import sequence_parallel
 from motet.runtime import local_model
+from motet.runtime.communication import gradient_reduction as gradients
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule import program
 

@@ -1,7 +1,7 @@
 """Backends of attention under an interval mask: Triton kernels, FlexAttention, or torch's dense attention.
 
-A backend is a forward and a backward of its own, because context parallelism (motet.parallel.context_attention) gets
-keys and values from other ranks in both, and keeps them in neither.
+A backend is a forward and a backward of its own, because context parallelism
+(`motet.parallel.context.context_attention`) gets keys and values from other ranks in both, and keeps them in neither.
 """
 
 import math

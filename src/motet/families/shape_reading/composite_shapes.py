@@ -15,7 +15,7 @@ from motet.families.discovery.composite import (
     find_parts,
     read_composite_config,
 )
-from motet.parallel.tensor_cuts import tensor_cuts
+from motet.parallel.tensor.tensor_cuts import tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part, Rows
 
 HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")

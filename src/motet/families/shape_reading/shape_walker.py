@@ -33,7 +33,7 @@ from motet.families.discovery.language_model_parts import CausalPaths, causal_pa
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES, Arrangement
 from motet.families.language_models import exceptional_families
 from motet.families.shape_reading.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
-from motet.parallel.tensor_cuts import TensorCuts, tensor_cuts
+from motet.parallel.tensor.tensor_cuts import TensorCuts, tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part
 from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest
 

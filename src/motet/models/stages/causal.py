@@ -24,7 +24,7 @@ from motet.families.rotary import SequenceRotary
 from motet.families.stored_weights import stored_buffers
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
-from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
+from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
 from motet.plan import LayerRange
 
 

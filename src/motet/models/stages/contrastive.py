@@ -37,7 +37,7 @@ from motet.config.model_section import INITIAL_LOGIT_SCALE
 from motet.devices import to_device
 from motet.errors import UserError
 from motet.models.stages.stage import StageInput, StageOutput
-from motet.parallel.context_attention import ContextParallel
+from motet.parallel.context.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.ragged_arrays import Ints
 from motet.schedule.batch_sync import Pair, Shares

@@ -40,8 +40,8 @@ from motet.families.encoders.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import StandIn
-from motet.parallel.context_attention import ContextParallel
-from motet.parallel.context_sequence import (
+from motet.parallel.context.context_attention import ContextParallel
+from motet.parallel.context.context_sequence import (
     ITEM_ATTENTION,
     ContextSequence,
     Holder,
@@ -50,7 +50,7 @@ from motet.parallel.context_sequence import (
     num_rows,
     set_attention,
 )
-from motet.parallel.tensor_collectives import scale_gradient
+from motet.parallel.tensor.tensor_collectives import scale_gradient
 from motet.plan import ContextOptions, LayerRange
 
 

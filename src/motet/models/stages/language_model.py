@@ -38,8 +38,8 @@ from motet.models.stages.causal import (
 from motet.models.stages.expert_counts import ExpertCounts
 from motet.models.stages.router_loss import RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
-from motet.parallel.context_attention import ContextParallel
-from motet.parallel.context_sequence import (
+from motet.parallel.context.context_attention import ContextParallel
+from motet.parallel.context.context_sequence import (
     ATTENTION,
     ContextSequence,
     attention_rules,
@@ -49,10 +49,10 @@ from motet.parallel.context_sequence import (
     reach_of,
     set_attention,
 )
-from motet.parallel.packed_attention import PACKED_ATTENTION, PackedRow
-from motet.parallel.sequence_parallel import hand_on_shares
-from motet.parallel.tensor_collectives import reduce_from_group, scale_gradient
-from motet.parallel.tensor_parallel import tensor_parallel_layout
+from motet.parallel.context.packed_attention import PACKED_ATTENTION, PackedRow
+from motet.parallel.tensor.sequence_parallel import hand_on_shares
+from motet.parallel.tensor.tensor_collectives import reduce_from_group, scale_gradient
+from motet.parallel.tensor.tensor_parallel import tensor_parallel_layout
 from motet.plan import ContextOptions, LayerRange
 
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]

@@ -19,7 +19,7 @@ from torch.nn.functional import softmax
 from motet.assignment.sample import Sample
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.parallel.tensor_collectives import TensorParallel, all_reduce
+from motet.parallel.tensor.tensor_collectives import TensorParallel, all_reduce
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:

@@ -18,7 +18,7 @@ from motet.errors import UserError
 from motet.families.discovery.block_values import BlockValues, arguments, block_values, hidden_key, put_at, value_at
 from motet.families.discovery.language_model_parts import CausalPaths, causal_layer_parts, num_causal_layers
 from motet.families.discovery.meta_run import run_for_shapes
-from motet.parallel.sequence_parallel import note_length
+from motet.parallel.tensor.sequence_parallel import note_length
 
 
 class LeftForward(Exception):

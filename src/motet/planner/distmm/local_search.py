@@ -19,7 +19,7 @@ from motet.plan import Plan
 from motet.planner.distmm.planner import Assignment, assigned_plan, simulated
 from motet.planner.distmm.units import Choices, Partition, most_stages, tp_sizes_within_nodes, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Placement
+from motet.planner.layouts.layout import Placement
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import MAX_ACTIONS, rank
 

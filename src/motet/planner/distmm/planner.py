@@ -23,7 +23,7 @@ from motet.plan import Plan
 from motet.planner.distmm.towers import TowerLayout, decoders, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Placement
+from motet.planner.layouts.layout import Placement
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.selection import rank
 from motet.ragged_arrays import Floats

@@ -12,8 +12,8 @@ from itertools import permutations
 
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.degrees import check_degrees
-from motet.planner.layout import cut_module
+from motet.planner.layouts.degrees import check_degrees
+from motet.planner.layouts.layout import cut_module
 from motet.planner.problem import Degrees, PlanningProblem
 
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.memory import usable_bytes
-from motet.planner.degrees import tp_sizes
 from motet.planner.distmm.towers import decoders
-from motet.planner.partition import partition, stage_costs
+from motet.planner.layouts.degrees import tp_sizes
+from motet.planner.layouts.partition import partition, stage_costs
 from motet.planner.problem import PlanningProblem
 from motet.ragged_arrays import Bools, Floats, Ints
 

@@ -35,7 +35,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from motet.errors import UserError
-from motet.planner.partition import bottlenecks
+from motet.planner.layouts.partition import bottlenecks
 
 Role = Literal["encoder", "language_model", "generator"]
 

@@ -24,7 +24,6 @@ import numpy as np
 from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.disttrain.orchestration import (
     Orchestration,
     OrchestrationProblem,
@@ -34,7 +33,8 @@ from motet.planner.disttrain.orchestration import (
     orchestrate,
 )
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Placement, cut_module
+from motet.planner.layouts.degrees import no_layout, tp_sizes
+from motet.planner.layouts.layout import Placement, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.selection import rank
 

@@ -27,7 +27,6 @@ import numpy as np
 from motet.costs.communication import resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
-from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.entrain.profiling_size import (
     ProfilingSize,
     drawing_from,
@@ -35,8 +34,9 @@ from motet.planner.entrain.profiling_size import (
     stable_profiling_size,
 )
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layout import Placement, build_plan
-from motet.planner.partition import partition, stage_costs
+from motet.planner.layouts.degrees import dp_sizes, no_layout, tp_sizes
+from motet.planner.layouts.layout import Placement, build_plan
+from motet.planner.layouts.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.selection import rank
 

@@ -24,10 +24,10 @@ from operator import itemgetter
 from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import LayerRange
-from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
+from motet.planner.layouts.degrees import dp_sizes, most_stages, no_layout, tp_sizes
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus.timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline, stage_kernels
-from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 
 MAX_LLM_LAYOUTS = 6

@@ -16,11 +16,11 @@ from math import ceil
 from motet.assignment.batch_assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan, Replica, Stage
-from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import Placement
+from motet.planner.layouts.degrees import most_stages
+from motet.planner.layouts.layout import Placement
+from motet.planner.layouts.partition import partition
 from motet.planner.optimus.layouts import LlmSide, Solution, cut, solutions
-from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import rank
 from motet.schedule.action import Compute, Kind

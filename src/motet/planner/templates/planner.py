@@ -23,9 +23,9 @@ from math import ceil, inf
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
-from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
-from motet.planner.layout import Placement
+from motet.planner.layouts.degrees import most_stages
+from motet.planner.layouts.layout import Placement
 from motet.planner.problem import PlanningProblem
 from motet.planner.selection import rank
 from motet.planner.templates.pipelines import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from motet.costs.memory import usable_bytes
 from motet.errors import UserError
-from motet.planner.degrees import check_degrees, template_cp_sizes, tp_sizes
+from motet.planner.layouts.degrees import check_degrees, template_cp_sizes, tp_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from motet.devices import barrier, has_own_memory, synchronize
 from motet.errors import UserError
-from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
+from motet.runtime.communication.agreement import on_every_rank, on_first_rank
 from motet.runtime.local_model import LocalModel, LocalParameter
 from motet.runtime.training.master_weights import MASTER
 from motet.runtime.training.optimizer import AVERAGE, Optimizer

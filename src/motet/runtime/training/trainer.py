@@ -26,7 +26,6 @@ from motet.data.loader import LoadedBatch, Loader
 from motet.devices import has_own_memory
 from motet.errors import UserError
 from motet.models.stages.stage import Batch
-from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
 from motet.runtime.checkpoint.checkpoint import (
     CheckpointWriter,
     checkpoint_bytes,
@@ -35,7 +34,8 @@ from motet.runtime.checkpoint.checkpoint import (
     read_training_state,
 )
 from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
-from motet.runtime.deadline import StepFailedError, interrupted_after
+from motet.runtime.communication.agreement import is_same_on_all_ranks, on_first_rank
+from motet.runtime.communication.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.training.metrics import OutputError, Progress, Sink, Values, append_line, keep_lines, open_sinks

@@ -19,13 +19,13 @@ from motet.devices import barrier, peak_memory_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.from_run_file import shortest_seconds
-from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, computation_of
-from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.communication.agreement import gather_values
+from motet.runtime.communication.deadline import StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.communication.preflight import check_memory
 from motet.runtime.engine import Engine
-from motet.runtime.preflight import check_memory
 from motet.runtime.training.rates import Rates
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 

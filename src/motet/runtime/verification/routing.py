@@ -23,7 +23,7 @@ from motet.devices import communication_device
 from motet.models.stages.causal import CausalStage
 from motet.models.stages.router_loss import find_routers
 from motet.models.stages.stage import Batch
-from motet.runtime.agreement import gather_values
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.verification.flips import Flips
 
 Choices = dict[tuple[str, int], Tensor]

@@ -27,7 +27,7 @@ from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.parallel.adapters import is_second_matrix
 from motet.parallel.main_gradients import keep_main_gradients, zero_gradient
-from motet.runtime.agreement import gather_values
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare

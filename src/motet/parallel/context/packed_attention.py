@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from motet.devices import to_device
-from motet.parallel.context_sequence import CHANGES_OF_ATTENTION
+from motet.parallel.context.context_sequence import CHANGES_OF_ATTENTION
 from motet.parallel.main_gradients import HALF_DTYPES
 
 PACKED_ATTENTION = "motet_packed"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from motet.parallel.tensor_plans import Shard, local_ranges
+from motet.parallel.tensor.tensor_plans import Shard, local_ranges
 
 SEQUENCE_DIM = -2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample, members_of_cell
 from motet.attention.masks.distribution import Rows, held_outputs, member_of
-from motet.parallel.context_attention import ContextParallel, collect_rows
+from motet.parallel.context.context_attention import ContextParallel, collect_rows
 from motet.plan import ContextOptions
 from motet.schedule.lower import is_resharded
 from motet.schedule.routes import Route, Routes

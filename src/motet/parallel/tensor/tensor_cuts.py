@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.parallel.experts import can_be_distributed, expert_parameters
-from motet.parallel.tensor_plans import Shard
+from motet.parallel.tensor.tensor_plans import Shard
 
 Linear = nn.Linear | Conv1D
 Kind = Literal["column", "row"]

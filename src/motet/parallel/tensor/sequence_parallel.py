@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.tensor_collectives import (
+from motet.parallel.tensor.tensor_collectives import (
     TensorParallel,
     copy_to_group,
     gather_sequence,
@@ -30,7 +30,7 @@ from motet.parallel.tensor_collectives import (
     scatter_sequence,
     sequence_shard,
 )
-from motet.parallel.tensor_cuts import Region, TensorCuts
+from motet.parallel.tensor.tensor_cuts import Region, TensorCuts
 
 _LENGTH, _VERSION = "whole_sequence_length", "version_of_share"
 SEQUENCE_INPUTS = ("full_text_row_masked_out_mask",)

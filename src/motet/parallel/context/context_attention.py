@@ -7,7 +7,7 @@ send. Gradients are added in the order of ranks: results are the same bit by bit
 
 *Ulysses* (Jacobs et al. 2023): two all-to-alls trade tokens for heads, where the heads divide by the group.
 
-*Ring*: keys and values go from rank to rank (`motet.parallel.ring_attention`).
+*Ring*: keys and values go from rank to rank (`motet.parallel.context.ring_attention`).
 
 *Hybrid* (Fang and Zhao 2024, "USP"): successive ranks trade tokens for heads, and the keys and values of each such
 group go around among the ranks that have the same heads.
@@ -33,9 +33,9 @@ from motet.attention.masks.distribution import Distribution
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import blocks_seen
 from motet.devices import to_device
-from motet.parallel.attention_sinks import backward_with_sinks, forward_with_sinks
-from motet.parallel.ring_attention import ring_attention
-from motet.parallel.tensor_collectives import TensorParallel
+from motet.parallel.context.attention_sinks import backward_with_sinks, forward_with_sinks
+from motet.parallel.context.ring_attention import ring_attention
+from motet.parallel.tensor.tensor_collectives import TensorParallel
 from motet.plan import ContextOptions
 
 

@@ -3,7 +3,7 @@
 Every transformer layer is cut as Megatron-LM does (Shoeybi et al. 2019, section 3): queries, keys, values and the first
 half of the MLP by their outputs ("column"), the attention's and the MLP's last linear by their inputs ("row"), so that
 each rank computes whole heads and a slice of the MLP and one sum closes each half. Which linears these are is derived
-from the model (`motet.parallel.tensor_cuts`).
+from the model (`motet.parallel.tensor.tensor_cuts`).
 
 Limits: key-value heads are never copied, so the size must divide their number.
 """

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from motet.parallel.attention_sinks import add_sinks, gradient_of_sinks, merge_parts, partial_backend
+from motet.parallel.context.attention_sinks import add_sinks, gradient_of_sinks, merge_parts, partial_backend
 
 SharedAttention = Any
-"""`motet.parallel.context_attention.SharedAttention`, which imports this module."""
+"""`motet.parallel.context.context_attention.SharedAttention`, which imports this module."""
 
 
 class _Hop:

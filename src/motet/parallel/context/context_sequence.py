@@ -22,7 +22,7 @@ from motet.attention.masks.rules import Rule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.parallel.context_attention import ContextParallel, SharedAttention, gather_rows
+from motet.parallel.context.context_attention import ContextParallel, SharedAttention, gather_rows
 
 ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 """The names under which transformers finds `shared_attention` and `shared_item_attention`."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from motet.assignment.sample import IGNORED_LABEL
-from motet.parallel.tensor_collectives import TensorParallel, all_reduce, copy_to_group, reduce_from_group
+from motet.parallel.tensor.tensor_collectives import TensorParallel, all_reduce, copy_to_group, reduce_from_group
 
 
 def shard_embedding(embedding: nn.Embedding, tp: TensorParallel) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.parallel.mesh import pairs_by_tag
-from motet.runtime.deadline import Deadline
+from motet.runtime.communication.deadline import Deadline
 from motet.schedule.action import Compute, Kind
 from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient

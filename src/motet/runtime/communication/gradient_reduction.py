@@ -27,10 +27,10 @@ from motet.costs.communication import BUCKET_BYTES
 from motet.devices import has_own_memory
 from motet.parallel.main_gradients import gradient_dtype, zero_gradient
 from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
-from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
-from motet.parallel.tensor_plans import Shard, local_ranges
-from motet.runtime.agreement import gather_values
-from motet.runtime.deadline import Deadline
+from motet.parallel.tensor.tensor_collectives import TensorParallel, gather_full, shard_parameter
+from motet.parallel.tensor.tensor_plans import Shard, local_ranges
+from motet.runtime.communication.agreement import gather_values
+from motet.runtime.communication.deadline import Deadline
 from motet.schedule.action import Reduce
 
 Copies = tuple[nn.Parameter, ...]

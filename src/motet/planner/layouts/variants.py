@@ -21,8 +21,8 @@ from typing import Any
 
 from motet.costs.communication import all_reduce_seconds
 from motet.costs.memory import usable_bytes
-from motet.planner.layout import Layout
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layouts.layout import Layout
+from motet.planner.layouts.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem
 from motet.recomputation import with_kind
 from motet.schedule.generators import SPLIT_BACKWARDS

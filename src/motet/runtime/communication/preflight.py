@@ -11,9 +11,9 @@ import torch.distributed as dist
 from motet.devices import has_own_memory, memory_bytes
 from motet.errors import UserError
 from motet.parallel.mesh import Mesh
-from motet.runtime.agreement import on_every_rank
-from motet.runtime.deadline import StepFailedError
-from motet.runtime.gradient_reduction import GradientReducer
+from motet.runtime.communication.agreement import on_every_rank
+from motet.runtime.communication.deadline import StepFailedError
+from motet.runtime.communication.gradient_reduction import GradientReducer
 from motet.schedule.action import Reduce
 from motet.schedule.communicators import Link
 

@@ -1,9 +1,9 @@
 """Tensor parallelism of unmodified HuggingFace modules: shards of their linears, with collectives around them.
 
-`apply_tensor_parallel` replaces the parameters that are cut (`motet.parallel.tensor_cuts`) by this rank's shards.
-Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entries of regions bring
-in the activation, once for all column linears behind them. Parameters keep their names. Losses, inputs and outputs of a
-stage are alike on all ranks of the group.
+`apply_tensor_parallel` replaces the parameters that are cut (`motet.parallel.tensor.tensor_cuts`) by this rank's
+shards. Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entries of regions
+bring in the activation, once for all column linears behind them. Parameters keep their names. Losses, inputs and
+outputs of a stage are alike on all ranks of the group.
 
 Limits: dropout is right only if the ranks of a group draw the same random numbers (seed them alike).
 (Shoeybi et al. 2019, "Megatron-LM", section 3.)
@@ -22,9 +22,9 @@ from transformers.pytorch_utils import Conv1D
 from motet.errors import UserError
 from motet.parallel.experts import distribute_experts
 from motet.parallel.main_gradients import gradient_dtype, zero_gradient
-from motet.parallel.sequence_parallel import Running, enter_regions
 from motet.parallel.split_backward import linear
-from motet.parallel.tensor_collectives import (
+from motet.parallel.tensor.sequence_parallel import Running, enter_regions
+from motet.parallel.tensor.tensor_collectives import (
     TensorParallel,
     copy_to_group,
     gather_outputs,
@@ -33,9 +33,9 @@ from motet.parallel.tensor_collectives import (
     shard_parameter,
     split_inputs,
 )
-from motet.parallel.tensor_cuts import TensorCuts, tensor_cuts
-from motet.parallel.tensor_plans import Shard, check_tp
-from motet.parallel.vocab_parallel import shard_embedding, shard_head
+from motet.parallel.tensor.tensor_cuts import TensorCuts, tensor_cuts
+from motet.parallel.tensor.tensor_plans import Shard, check_tp
+from motet.parallel.tensor.vocab_parallel import shard_embedding, shard_head
 
 __all__ = [
     "RowLinear",
@@ -126,7 +126,8 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
         if cuts.blocks and cuts.is_whole_model and not cuts.cuts_blocks:
             raise UserError(
                 f"tp_size: {tp.size}, but nothing in the layers of {type(module).__name__} can be cut: transformers "
-                "has no plan for them, and their linears' names are not known (motet.parallel.tensor_cuts); use 1"
+                "has no plan for them, and their linears' names are not known (motet.parallel.tensor.tensor_cuts); "
+                "use 1"
             )
         check_tp(cuts.must_divide, tp.size)
         shards = _replace_parameters(module, cuts, tp)

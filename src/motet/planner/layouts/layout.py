@@ -29,8 +29,8 @@ from typing import Literal, NamedTuple
 
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.degrees import check_degrees, largest_ep, most_stages
-from motet.planner.partition import partition, partition_by_sizes
+from motet.planner.layouts.degrees import check_degrees, largest_ep, most_stages
+from motet.planner.layouts.partition import partition, partition_by_sizes
 from motet.planner.problem import DEFAULT_CONTEXT, Degrees, PlanningProblem
 
 Placement = Literal["parallel", "colocated", "replicated"]

@@ -5,7 +5,7 @@ from itertools import product
 
 from motet.attention.masks.distribution import check_ulysses
 from motet.errors import UserError
-from motet.parallel.tensor_plans import check_tp
+from motet.parallel.tensor.tensor_plans import check_tp
 from motet.plan import Plan
 from motet.planner.problem import Degrees, PlanningProblem
 

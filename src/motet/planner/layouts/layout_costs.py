@@ -14,8 +14,8 @@ from itertools import accumulate
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
-from motet.planner.degrees import largest_ep
-from motet.planner.layout import Chunk, Layout
+from motet.planner.layouts.degrees import largest_ep
+from motet.planner.layouts.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
 
 

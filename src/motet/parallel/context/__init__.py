@@ -1,0 +1,1 @@
+"""Context parallelism and packed attention: who holds which tokens, and how their attention is computed."""

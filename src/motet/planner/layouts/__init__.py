@@ -1,0 +1,1 @@
+"""Layouts: degrees of parallelism, groups of devices, and cuts of modules into stages."""

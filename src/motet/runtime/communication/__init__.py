@@ -1,0 +1,1 @@
+"""Messages, reductions and agreements between ranks, and what limits their time."""
