@@ -167,7 +167,9 @@ def test_between_groups_of_unequal_size_each_place_sends_each_place_a_piece():
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 1, 2, 1)])
 def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
-    """What stands before and behind them each rank computes for all, and the head's gather what the blocks made."""
+    """What stands before and behind them each rank computes for all, and the head's gather what the blocks made.
+
+    A backward gets the keys once more, and their gradients return."""
     table = analytic_table({"vision": VISION, "text": TEXT}, cpu_cluster(16))
     shared, one = (bind(cut_encoder(*cp), table=table, cluster=cpu_cluster(16)) for cp in (sizes, (1, 1, 1, 1, 1)))
     link, tokens = LINKS["loopback"], 144 * 64 * 4
@@ -180,11 +182,15 @@ def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
         # Of what enters the head its ranks have their shares, beside what they gather.
         saved = one.saved_bytes(cell, False) / num_shares + (i == 3) * tokens / 2
         assert shared.saved_bytes(cell, False) == pytest.approx(saved)
-        for kind, cost in ((Kind.FORWARD, layers[i].forward), (Kind.INPUT, layers[i].input_gradient)):
+        for kind, cost, times in (
+            (Kind.FORWARD, layers[i].forward, 1),
+            (Kind.INPUT, layers[i].input_gradient, 2),
+        ):
             if kind is Kind.INPUT and i == 0:
                 continue
             action = Compute(kind, cell)
-            expected = (one.compute_s(action) - cost.constant) / num_shares + cost.constant + keys * (num_shares - 1)
+            expected = (one.compute_s(action) - cost.constant) / num_shares + cost.constant
+            expected += times * keys * (num_shares - 1)
             expected += gather * (i == 3)
             assert shared.compute_s(action) == pytest.approx(expected)
     messages = [

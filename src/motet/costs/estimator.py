@@ -269,7 +269,7 @@ class Estimator:
     ) -> list[float]:
         """Forward and backward of each layer for a mean microbatch, with the exchanges of a context-parallel group.
 
-        Exchanged are keys and values in the forward and in the backward, the tokens that an encoder's head gathers, and
+        Exchanged are keys and values in the forward, and with their gradients in the backward, the tokens that an encoder's head gathers, and
         the parameters of a fully sharded stage, which counts as if it had a block. A microbatch without images
         exchanges as much as one with them."""
         shared = self.layer_seconds(name, tp, dp, cp=cp, packed=packed)
@@ -282,9 +282,12 @@ class Estimator:
         seconds = []
         for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
             runs_again = needs.any and layer.treatment in ("recomputed", "attention")
-            keys_s = key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory).seconds(load)
+            keys_s, returned_s = (
+                key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory, backward=backward).seconds(load)
+                for backward in (False, True)
+            )
             total_s = (shared if workload.is_shared(layer) else whole)[index]
-            total_s += (1 + needs.any + runs_again) * keys_s
+            total_s += (1 + runs_again) * keys_s + needs.any * returned_s
             if workload.encodes_items and layer.part == "head":
                 tokens_s = token_gather(workload, index, stage, self.cluster, self.memory).seconds(load)
                 total_s += (1 + needs.input_gradient) * tokens_s

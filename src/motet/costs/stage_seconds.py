@@ -194,7 +194,8 @@ class StageSeconds:
             if reruns:
                 input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange, gather]
             if needs.any:
-                (input_half if needs.input_gradient else weight_half).append(exchange)
+                returned = self._exchange(name, shape, stage, backward=True)
+                (input_half if needs.input_gradient else weight_half).append(returned)
             input_half.append(passes.input_gradient)
             weight_half.append(passes.weight_gradient)
         if reruns:
@@ -239,7 +240,9 @@ class StageSeconds:
                 element_bytes=self.memory.activation_bytes,
                 residual_bytes=self.memory.activation_bytes,
             )
-            exchange = self._exchange(kind.module, layer, kind.stage)
+            exchange, returned = (
+                self._exchange(kind.module, layer, kind.stage, backward=backward) for backward in (False, True)
+            )
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             scatter = self._parameter_gather(kind.module, layer, kind.stage, of_gradients=True).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
@@ -252,10 +255,10 @@ class StageSeconds:
             if needs.weight_gradient:
                 weight_half.append(scatter)
             if needs.input_gradient:
-                again = total([exchange, *self._collectives(kernels.input_gradient, ranks)])
+                again = total([returned, *self._collectives(kernels.input_gradient, ranks)])
                 input_half.append(again.times(count))
             elif needs.weight_gradient:
-                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, ranks)])
+                alone = total([returned, *self._collectives(kernels.weight_gradient_alone, ranks)])
                 weight_half.append(alone.times(count))
         return StageCosts(total(forward), total(input_half), total(weight_half))
 
@@ -275,11 +278,11 @@ class StageSeconds:
                 terms = collective_terms(self.cluster, kernel.collective, ranks)
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
-    def _exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
+    def _exchange(self, module: str, layer: LayerShape, stage: Stage, *, backward: bool = False) -> Quadratic:
         """Seconds of the exchanges of keys and values in context-parallel groups, and of tokens between replicas that
-        share experts. A backward exchanges as much as a forward."""
+        share experts, of which a backward exchanges as many as a forward."""
         planned = self.cells.plan.modules[module]
-        keys = key_exchange(layer, stage, planned.context, self.cluster, self.memory)
+        keys = key_exchange(layer, stage, planned.context, self.cluster, self.memory, backward=backward)
         return keys.plus(token_exchange(layer, planned, stage, self.cluster, self.memory))
 
     def _repeated_exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
@@ -379,13 +382,20 @@ def sharing_ranks(module: ModulePlan, stage: Stage) -> tuple[int, ...]:
 
 
 def key_exchange(
-    layer: LayerShape, stage: Stage, context: ContextOptions, cluster: Cluster, memory: MemoryOptions
+    layer: LayerShape,
+    stage: Stage,
+    context: ContextOptions,
+    cluster: Cluster,
+    memory: MemoryOptions,
+    *,
+    backward: bool = False,
 ) -> Quadratic:
     """Seconds in which the queries of context-parallel ranks get the keys and values of the whole sequence, as a
-    function of one rank's load. What a backward exchanges takes equally long.
+    function of one rank's load.
 
     Queries, keys, values and results are traded for heads among some ranks, and keys and values gathered, or passed
-    around a ring, among those with the same heads; `context` says among how many."""
+    around a ring, among those with the same heads; `context` says among how many. A backward trades as much, and gets
+    keys and values once more before their gradients return in the same way. Overlap with computation is not counted."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
@@ -398,9 +408,10 @@ def key_exchange(
         passed = ring_terms(cluster, "all_gather", ranks[::traders])
     else:
         passed = collective_terms(cluster, "all_gather", ranks[::traders])
-    per_token = keys * (stage.cp_size // traders) / passed.bytes_per_s
+    num_passes = 2 if backward and traders < stage.cp_size else 1
+    per_token = num_passes * keys * (stage.cp_size // traders) / passed.bytes_per_s
     per_token += num_trades and (keys + 2 * attention.num_heads * element) / traded.bytes_per_s
-    return Quadratic(constant=passed.latency_s + num_trades * traded.latency_s, per_token=per_token)
+    return Quadratic(constant=num_passes * passed.latency_s + num_trades * traded.latency_s, per_token=per_token)
 
 
 def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
