@@ -24,7 +24,8 @@ PURE = (
         "shapes",
         "assignment",
     ),
-    *("balancing", "schedule", "parallel.tensor.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
+    *("balancing", "schedule", "parallel.tensor.tensor_plans", "attention.masks", "simulator", "costs", "planner"),
+    "report",
     *(
         "families.hf_config",
         "families.encoders.token_counts",

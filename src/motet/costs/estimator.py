@@ -269,9 +269,9 @@ class Estimator:
     ) -> list[float]:
         """Forward and backward of each layer for a mean microbatch, with the exchanges of a context-parallel group.
 
-        Exchanged are keys and values in the forward, and with their gradients in the backward, the tokens that an encoder's head gathers, and
-        the parameters of a fully sharded stage, which counts as if it had a block. A microbatch without images
-        exchanges as much as one with them."""
+        Exchanged are keys and values in the forward, and with their gradients in the backward, the tokens that an
+        encoder's head gathers, and the parameters of a fully sharded stage, which counts as if it had a block. A
+        microbatch without images exchanges as much as one with them."""
         shared = self.layer_seconds(name, tp, dp, cp=cp, packed=packed)
         if cp == 1:
             return shared
