@@ -58,7 +58,7 @@ def _models(annotation: Any, key: str) -> Iterator[tuple[type[BaseModel], str]]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    default = "needed" if field.is_required() else f"`{_default(field.default)}`"
+    default = "required" if field.is_required() else f"`{_default(field.default)}`"
     return f"| `{name}` | {_values(field.annotation)} | {default} | {_one_line(field.description or '')} |"
 
 

@@ -92,7 +92,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], run_file: Path, override: 
     ("override", "message"),
     [
         ("train.contrastive_batch_size=4", "train.contrastive_batch_size: applies to towers only"),
-        ("parallel.recompute_features=[vision]", "recompute_features: of encoders is read by planner explicit"),
+        ("parallel.recompute_features=[vision]", "recompute_features: is read for encoders with planner explicit"),
         ("data={kind: same-digits}", "data.kind: same-digits is for towers"),
         ("model.contrastive={width: 8}", "model.contrastive: applies to towers only"),
         ("model.decoder={config: GPT2Config, reads: vision}", "model.decoder: applies to towers only; give towers"),

@@ -20,12 +20,13 @@ class PreparedDataConfig(Section):
     """Keys of all kinds of data that can be trained on: how samples are prepared (docs/data-service.md)."""
 
     workers: CountOrNever = 1
-    """Processes of each rank, or of a data server, that read, decode and tokenize; 0: a thread of the rank does it."""
+    """Number of processes of each rank, or of a data server, that read, decode and tokenize; 0: a thread of the rank
+    does this."""
     batches_ahead: CountOrNever = 2
-    """Global batches that are prepared in advance."""
+    """Number of global batches that are prepared in advance."""
     on_corrupt: Literal["stop", "skip"] = "stop"
-    """Reaction to a sample that cannot be prepared: stop the run, or leave the sample out of its batch and list it in
-    `skipped_samples.jsonl`; all samples are then decoded before their batch is assigned."""
+    """What to do with a sample that cannot be prepared: stop the run, or leave the sample out of its batch and list it
+    in `skipped_samples.jsonl`. With `skip`, all samples are decoded before their batch is assigned."""
     servers: Files = ()
     """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; empty: ranks prepare samples."""
     server_timeout_s: PositiveNumber = 60.0
@@ -33,27 +34,28 @@ class PreparedDataConfig(Section):
     token_file: str | None = None
     """File with the token of the data servers; null: the environment variable MOTET_DATA_TOKEN."""
     tls_roots: str | None = None
-    """PEM file of the authorities that sign the servers' certificates; null: the system's."""
+    """PEM file of the certificate authorities that sign the servers' certificates; null: the system's."""
 
 
 class DialADigitConfig(PreparedDataConfig):
     """The task *dial a digit*, which needs no download."""
 
     kind: Literal["dial-a-digit"]
+    """Selects these data."""
     seed: CountOrNever = 0
     """Seed of the examples."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 8
-    """Most digits in one image and in one clip."""
+    """Maximum number of digits in one image and in one clip."""
     max_images: Annotated[int, Field(ge=1, le=64)] = 1
-    """Most images in one example."""
+    """Maximum number of images in one example."""
     max_clips: Annotated[int, Field(ge=1, le=64)] = 1
-    """Most clips in one example."""
+    """Maximum number of clips in one example."""
     no_image: Fraction = 0.15
     """Share of examples without an image."""
     no_sound: Fraction = 0.15
-    """Share of examples without a sound; with `no_image` at most 1."""
+    """Share of examples without a sound; together with `no_image` at most 1."""
     sum_questions: Fraction = 0.2
-    """Share of questions for the sum of all digits."""
+    """Share of questions that ask for the sum of all digits."""
     num_train: NumSamples = 100_000
     """Number of examples in one epoch."""
     num_held_out: NumSamples = 1000
@@ -67,16 +69,17 @@ class DialADigitConfig(PreparedDataConfig):
 
 
 class VideoConfig(Section):
-    """Sampling of a video's frames, which are spread evenly from its first to its last."""
+    """Sampling of a video's frames, which are spread evenly from the first frame to the last."""
 
     fps: PositiveNumber | None = None
-    """Frames for each second; null: 1, unless `frames` is given."""
+    """Number of frames per second; null: 1, unless `frames` is given."""
     frames: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Frames of every video, in place of `fps`; a video that has fewer gives all that it has."""
+    """Number of frames of every video, instead of `fps`; of a video with fewer frames, all are used."""
     max_frames: Annotated[int, Field(ge=1, le=100_000)] = 64
-    """Most frames of a video."""
+    """Maximum number of frames of a video."""
     max_tokens: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Most tokens that a video may take in the language model; fewer frames are read until it holds."""
+    """Maximum number of tokens of a video in the language model; the number of frames is reduced to meet it. null: no
+    limit."""
 
     @model_validator(mode="after")
     def _has_one_rule(self) -> "VideoConfig":
@@ -86,18 +89,20 @@ class VideoConfig(Section):
 
 
 class FileLimits(Section):
-    """Limits of the files that samples are read from, and what else of them is refused."""
+    """Limits and checks of the files from which samples are read."""
 
     image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 100_000_000
-    """Most pixels of an image, and of a frame of a video; decoded, each takes 3 bytes. Pillow opens none larger."""
+    """Maximum number of pixels of an image or of a frame of a video; a decoded pixel takes 3 bytes. The upper limit is
+    Pillow's."""
     audio_s: PositiveNumber = 7200.0
-    """Longest clip."""
+    """Maximum length of a clip in seconds."""
     audio_samples: Count = 2**28
-    """Most samples of a clip, over all of its channels, and at the rate that the encoder takes; each takes 4 bytes."""
+    """Maximum number of audio samples of a clip, over all channels and also at the encoder's sampling rate; each takes
+    4 bytes."""
     records_bytes: Count = 4 * 2**30
-    """Largest file of JSON; every rank holds its content in memory."""
+    """Maximum size of a JSON file in bytes; every rank holds its content in memory."""
     outside_folders: bool = False
-    """Whether paths of media may leave their folder: absolute ones, those with `..`, and links to elsewhere."""
+    """Whether paths of media may leave their folder: absolute paths, paths with `..`, and links to other places."""
     repeated_ids: bool = False
     """Whether several samples may have the same id."""
 
@@ -109,21 +114,22 @@ class FilesConfig(PreparedDataConfig):
     """Keys of the kinds of data that are read from files."""
 
     files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One or several files or, of conversations, patterns such as `shards/*.tar`."""
+    """One file or a list of files; for conversations also patterns such as `shards/*.tar`."""
     eval_files: Files = ()
-    """Held-out samples."""
+    """Files of held-out samples."""
     image_folder: str = "."
     """Folder to which the paths of images are relative."""
     audio_folder: str = "."
     """Folder to which the paths of clips are relative."""
     tokenizer: str | None = None
-    """Hub id or folder; null: that of the language model, or of the text tower."""
+    """Hub id or folder of the tokenizer; null: that of the language model, or of the text tower."""
     processors: dict[str, str] = {}
-    """By encoder or tower, hub id or folder of its image processor or feature extractor; not given: its own."""
+    """By encoder or tower, the hub id or folder of its image processor or feature extractor; if it is not given, that
+    of the encoder's own folder."""
     seed: CountOrNever | None = None
     """Seed of the samples' order; null: `train.seed`."""
     limits: FileLimits = USUAL_LIMITS
-    """Limits of files, and what else is refused."""
+    """Limits and checks of files."""
 
 
 class ConversationsConfig(FilesConfig):
@@ -131,23 +137,26 @@ class ConversationsConfig(FilesConfig):
     files beside them, WebDataset shards (`.tar`), or Parquet files."""
 
     kind: Literal["conversations"]
+    """Selects these data."""
     video_folder: str = "."
     """Folder to which the paths of videos are relative."""
     media_folder: str = "."
     """Folder to which the paths of media of your own modalities (`motet.register_encoder`) are relative."""
     video: VideoConfig = VideoConfig()
+    """Sampling of the frames of videos."""
 
 
 class SameDigitsConfig(PreparedDataConfig):
     """A task for towers that needs no download: handwritten digits, the sound of dialling them and their names."""
 
     kind: Literal["same-digits"]
+    """Selects these data."""
     seed: CountOrNever = 0
     """Seed of the examples."""
     min_digits: Annotated[int, Field(ge=1, le=8)] = 3
-    """Fewest digits in one example."""
+    """Minimum number of digits in one example."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 5
-    """Most digits in one example."""
+    """Maximum number of digits in one example."""
     num_train: NumSamples = 100_000
     """Number of examples in one epoch."""
     num_held_out: NumSamples = 1024
@@ -161,10 +170,11 @@ class SameDigitsConfig(PreparedDataConfig):
 
 
 class PairsConfig(FilesConfig):
-    """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, one key for each tower's
-    modality."""
+    """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, with a key for the modality
+    of each tower."""
 
     kind: Literal["pairs"]
+    """Selects these data."""
 
 
 Pixels = Annotated[int, Field(ge=1, le=100_000)]
@@ -195,6 +205,7 @@ class DescribedConfig(Section):
     """Samples described by their sizes, to plan and simulate without data. They cannot be trained on."""
 
     kind: Literal["described"]
+    """Selects these data."""
     text_tokens: Annotated[int, Field(ge=1, le=100_000_000)] = 1024
     """Text tokens of each sample, all of which carry loss; for a text tower, the length of its sequence."""
     images: dict[str, DescribedImagesConfig] = {}
@@ -202,7 +213,7 @@ class DescribedConfig(Section):
     sounds: dict[str, DescribedSoundsConfig] = {}
     """Sounds, by encoder."""
     generated: dict[str, DescribedImagesConfig] = {}
-    """Generated images in pixels, by generator; generators work on latents with an eighth of the height and width. Of
-    sounds: spectrograms of `height` mel bands and `width` frames."""
+    """Sizes of generated images in pixels, by generator; generators work on latents with an eighth of the height and
+    width. For generators of sounds: spectrograms of `height` mel bands and `width` frames."""
     num_train: NumSamples = 1_000_000
     """Number of samples in one epoch."""

@@ -16,15 +16,15 @@ class LoraOptions(Section):
     rank: Count = 8
     """Number of rows of an adapter's first matrix."""
     alpha: PositiveNumber = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability with which an element of an adapter's input is dropped in training."""
+    """Dropout probability of an adapter's input."""
     targets: list[str] | None = None
-    """Names of the linear layers that get an adapter, as their paths in a block end (`q_proj`, `mlp.fc1`); null: all
-    linear layers of the blocks."""
+    """Linear layers that get an adapter, by the ends of their paths in a block (`q_proj`, `mlp.fc1`); null: all linear
+    layers of the blocks."""
     merged_export: bool = False
-    """Whether exports hold the weights with the adapters added to them; false: the weights and, beside them, the
-    adapters as peft reads them."""
+    """Whether exports contain the weights with the adapters merged into them; false: the original weights and, in a
+    separate folder, the adapters in peft's format."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "LoraOptions":
@@ -35,9 +35,9 @@ class LoraOptions(Section):
 
 class TrainableModule(Section):
     module: bool = True
-    """Whether the module's own weights are trained; false: they are frozen, as they are beside `lora`."""
+    """Whether the module's own weights are trained; false: they are frozen. With `lora` they are always frozen."""
     lora: LoraOptions | None = None
-    """Adapters that are trained in place of the module's own weights; null: none."""
+    """Adapters that are trained instead of the module's own weights; null: none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,43 +96,43 @@ class PartConfig(Section):
 
 class EncoderConfig(PartConfig):
     module: str | None = None
-    """An encoder of your own: `package.module:name` of a torch module's class, or of a function that makes one from
-    `values`; `motet.register_encoder` says what it takes."""
+    """Your own encoder: `package.module:name` of a torch module's class, or of a function that makes a module from
+    `values`. It is registered with `motet.register_encoder` (docs/adding-an-encoder.md)."""
     projector: Literal["linear", "mlp"] | None = "mlp"
     """Layers that map the encoder's width to the language model's; null: none."""
     train: TrainableEncoder = TrainableEncoder()
     projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
     feature_select: Literal["patch", "full"] = "patch"
-    """Outputs of vision encoders: the patches alone, or the class token too."""
+    """Outputs of vision encoders: only the patches, or also the class token."""
     feature_layer: int | None = None
-    """Index of the encoder's hidden states that are its output (LLaVA: -2); null: those of its last layer."""
+    """Index of the hidden states that are the encoder's output (LLaVA: -2); null: those of the last layer."""
 
 
 class LanguageModelConfig(PartConfig):
     train: TrainableModule = TrainableModule()
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the auxiliary loss that makes routers of mixtures of experts use all experts alike. It is computed for
-    each sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss
-    tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
+    """Weight of the auxiliary loss that makes routers use all experts of a mixture equally. It is computed for each
+    sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss tokens,
+    so it does not depend on the assignment of samples to microbatches. The reported loss includes it. 0: none."""
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Amount by which, after each step, the correction of a router's score of an expert (`e_score_correction_bias`)
-    rises if fewer tokens of the global batch chose the expert than the mean, and falls if more did (DeepSeek-V3:
-    0.001). 0: corrections stay as they are."""
+    """Amount by which the correction of a router's score of an expert (`e_score_correction_bias`) changes after each
+    step: it rises if fewer tokens of the global batch chose the expert than the mean, and falls if more did
+    (DeepSeek-V3: 0.001). 0: corrections do not change."""
 
 
 class SpectrogramConfig(Section):
-    """How a generator of sounds sees them: as images of one channel, mel bands by frames, of decibels below full scale
-    (-80 and less: -1; 0: 1)."""
+    """The spectrogram by which a generator represents sounds: an image with one channel, mel bands by frames, of
+    decibels below full scale (-80 and less are mapped to -1, and 0 to 1)."""
 
     sampling_rate: Annotated[int, Field(ge=100, le=1_000_000)] = 16_000
-    """In Hz. Sounds are resampled."""
+    """Sampling rate in Hz, to which sounds are resampled."""
     window: Annotated[int, Field(ge=4, le=65_536)] = 400
-    """Samples of a frame's window."""
+    """Number of samples of a frame's window."""
     hop: Annotated[int, Field(ge=1, le=65_536)] = 160
-    """Samples from one frame to the next."""
+    """Number of samples from one frame to the next."""
     num_mels: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Mel bands, from 0 Hz to half of the sampling rate; a multiple of the generator's patch."""
+    """Number of mel bands, from 0 Hz to half of the sampling rate; a multiple of the generator's patch size."""
 
 
 class AutoencoderConfig(Section):
@@ -157,24 +157,25 @@ class GeneratorConfig(PartConfig):
     simulated, and its cross-attention reads the language model's width."""
 
     queries: Count | None = None
-    """Learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null: all hidden
-    states up to the placeholder do, in samples with one image."""
+    """Number of learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null:
+    all hidden states up to the placeholder condition it, and each sample has one image."""
     spectrogram: SpectrogramConfig | None = None
-    """Given (`{}`: as by default), it makes sounds, which records name under `generate_audio`; null: images."""
+    """If given (`{}` for the defaults), the generator makes sounds, which records name under `generate_audio`; null: it
+    makes images."""
     autoencoder: AutoencoderConfig | None = None
-    """Given, images are learned as latents of this autoencoder, which are made where samples are prepared, and kept in
-    `~/.cache/motet` (`MOTET_CACHE`); null: as pixels."""
+    """If given, the generator works on latents of this autoencoder, which are computed when samples are prepared and
+    stored in `~/.cache/motet` (`MOTET_CACHE`); null: it works on pixels."""
     projector: Literal["linear", "mlp"] = "mlp"
-    """The connector: layers, behind a norm, that map the language model's width to that of the generator's
+    """The connector: a norm, followed by layers that map the language model's width to that of the generator's
     conditions."""
     objective: Literal["flow", "epsilon", "v"] = "flow"
-    """What is predicted: the velocity of flow matching with logit-normal time steps, or the noise or the velocity of a
-    diffusion of 1000 steps whose beta is linear from 0.0001 to 0.02."""
+    """Quantity that the generator predicts: the velocity of flow matching with logit-normal time steps (`flow`), or the
+    noise (`epsilon`) or the velocity (`v`) of a diffusion of 1000 steps whose beta is linear from 0.0001 to 0.02."""
     loss_per: Literal["image", "place"] = "image"
-    """The squared error is averaged over each image and then over the images of the global batch, or over all places
-    of their latents, so that a large image weighs more."""
+    """How the squared error is averaged: over each image and then over the images of the global batch (`image`), or
+    over all elements of all latents (`place`), so that a large image has more weight."""
     loss_weight: PositiveNumber = 1.0
-    """Weight of this loss beside the language model's."""
+    """Weight of this loss relative to the language model's."""
     null_condition: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Probability with which a training image's conditions are replaced by a learned null condition, for
     classifier-free guidance."""
@@ -184,15 +185,15 @@ class GeneratorConfig(PartConfig):
     queries_learning_rate: LearningRate | None = None
     """Peak learning rate of the query tokens; null: `train.learning_rate`."""
     ema: Share | None = None
-    """Decay of a moving average of the weights (transformer, connector, query tokens), such as 0.9999, which is what is
-    exported. In step n it is (1 + n) / (10 + n) if that is less. null: none, and the weights are exported."""
+    """Decay of a moving average of the weights (transformer, connector, query tokens), such as 0.9999; the average is
+    exported. In step n the decay is (1 + n) / (10 + n) if that is less. null: no average; the weights are exported."""
 
     @model_validator(mode="after")
     def _has_no_adapters(self) -> "GeneratorConfig":
         if self.train.lora is not None:
             raise ValueError("train.lora: is not supported for generators; leave it out")
         if self.autoencoder is not None and self.spectrogram is not None:
-            raise ValueError("autoencoder: of spectrograms is not supported; leave it out, or spectrogram")
+            raise ValueError("autoencoder: is not supported with spectrogram; leave one of the two out")
         return self
 
 
@@ -242,23 +243,23 @@ class ContrastiveConfig(Section):
     anchor: str | None = None
     """The tower that all others are compared with; null: all pairs of towers are compared."""
     logit_scale: LogitScale | None = None
-    """Logarithm of the initial scale of similarities; null: the stored one, if an image and a text tower are of one
-    stored CLIPModel (softmax) or SiglipModel (sigmoid), else 2.66 for softmax, 2.3 for sigmoid."""
+    """Logarithm of the initial scale of similarities; null: the stored one, if an image and a text tower come from
+    one stored CLIPModel (softmax) or SiglipModel (sigmoid), else 2.66 for softmax, 2.3 for sigmoid."""
     max_logit_scale: LogitScale | None = None
     """Upper limit of this logarithm during training (CLIP: 4.6052, a scale of 100); null: no limit."""
     logit_bias: LogitBias | None = None
-    """Initial bias of similarities, for the sigmoid loss alone; null: the stored one, as for the scale, else -10."""
+    """Initial bias of similarities, for the sigmoid loss only; null: the stored one, as for the scale, else -10."""
     train: bool = True
     """Whether scale and bias are trained."""
     loss_weight: PositiveNumber = 1.0
-    """Weight of this loss beside that of a `decoder`."""
+    """Weight of this loss relative to that of a `decoder`."""
     learning_rate: LearningRate | None = None
     """Peak learning rate of scale and bias; null: `train.learning_rate`."""
 
 
 class DecoderConfig(PartConfig):
-    """A GPT2 or BERT that captions the input of a tower, by cross-attention to its features (CoCa). Its loss is added
-    to the contrastive one. Its width is that of the features."""
+    """A GPT-2 or BERT that captions the input of a tower, by cross-attention to its features (CoCa). Its loss is added
+    to the contrastive loss. Its width must be that of the features."""
 
     reads: str
     """The tower to whose features it attends."""
@@ -298,7 +299,7 @@ class ModelConfig(Section):
     """Id of a model of several modalities on the hub, in place of `encoders` and `language_model` (docs/composites.md).
     Its encoders and its language model become modules, `vision`, `audio` and `language_model`."""
     path: str | None = None
-    """The same in a local folder with config.json, safetensors and a processor."""
+    """Local folder with such a model: config.json, safetensors and a processor."""
     config: str | None = None
     """Name of the configuration class of such a model, for random weights."""
     values: dict[str, Any] = {}
@@ -306,15 +307,15 @@ class ModelConfig(Section):
     seed: CountOrNever = 0
     """Seed of the random weights."""
     parts: dict[str, CompositePartConfig] = {}
-    """How the parts of such a model are trained; those that are not named are trained whole."""
+    """How the parts of such a model are trained; parts that are not named are trained completely."""
     encoders: dict[str, EncoderConfig] = {}
-    """Encoders by name; the names are those of the modules everywhere."""
+    """Encoders by name. Other keys, plans and reports refer to modules by these names."""
     language_model: LanguageModelConfig | None = None
     """The language model; required unless there are `towers`."""
     generators: dict[str, GeneratorConfig] = {}
     """Generators by name, which read the language model's hidden states (docs/generators.md)."""
     towers: dict[str, TowerConfig] = {}
-    """Encoders of a contrastive model by name; the names are those of the modules everywhere (docs/contrastive.md)."""
+    """Encoders of a contrastive model by name (docs/contrastive.md). Other keys, plans and reports use these names."""
     contrastive: ContrastiveConfig = ContrastiveConfig()
     """The towers' loss."""
     decoder: DecoderConfig | None = None
@@ -322,14 +323,14 @@ class ModelConfig(Section):
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How the outputs of encoders enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
-    """The tokens that a token of an image or clip attends to in the language model. `causal`: all tokens before it, as
-    text does; `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens
+    """The tokens to which a token of an image or clip attends in the language model. `causal`: all tokens before it, as
+    for text; `own_item`: only its own item; `own_modality`: all items of its modality; `block_causal`: all tokens
     before it and its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens
-    before that; `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are
-    packed unless it is `causal`. For custom masks see docs/attention.md."""
+    before that; `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). With any
+    value but `causal`, samples are packed. For custom masks see docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
-    """By encoder, the tokenizer's token at the positions of its outputs, by generator at those of its query tokens; not
-    given: `<image>`, `<audio>` or `<generate>`."""
+    """Tokens of the tokenizer that mark the positions of outputs, by encoder, and of query tokens, by generator. If
+    they are not given: `<image>`, `<audio>` and `<generate>`."""
 
     def _is_given(self, key: str) -> bool:
         """Whether the value differs from the default, which may be given explicitly."""
@@ -391,7 +392,9 @@ class ModelConfig(Section):
             raise ValueError(f"{' and '.join(sources)} are given; keep one")
         for key in OF_SINGLE_MODULES:
             if self._is_given(key):
-                raise ValueError(f"{key}: stands beside {sources[0]}, which is a whole model; leave one of them out")
+                raise ValueError(
+                    f"{key}: cannot be combined with {sources[0]}, which names a whole model; leave one of them out"
+                )
         if "model_type" in self.values:
             raise ValueError("values.model_type: follows from config, hub or path; leave it out")
         return self
@@ -431,7 +434,7 @@ class ModelConfig(Section):
         return self
 
     def check_trained_generators(self) -> None:
-        """Refuses what has not been shown with generators that are trained."""
+        """Refuses features that have not been verified with trained generators."""
         names = list(self.generators)
         for is_sound, kind in ((False, "images"), (True, "sounds")):
             alike = [name for name in names if (self.generators[name].spectrogram is not None) == is_sound]
@@ -448,11 +451,11 @@ class ModelConfig(Section):
             )
         if self.merge != "placeholder":
             raise ValueError(
-                f"merge: is {self.merge}, but what generators.{names[0]} reads stands at placeholders; leave it out"
+                f"merge: is {self.merge}, but generators.{names[0]} needs outputs at placeholders; leave it out"
             )
         if self.media_attention != "causal":
             raise ValueError(
-                f"media_attention: is {self.media_attention}, but what generators.{names[0]} reads attends causally; "
+                f"media_attention: is {self.media_attention}, but generators.{names[0]} needs causal attention; "
                 "leave it out"
             )
 

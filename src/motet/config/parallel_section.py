@@ -15,11 +15,12 @@ class ContextConfig(Section):
     """Assignment of blocks to ranks: `lpt` balances the attention; the others serve for comparison (`ilp`: an integer
     program, solved anew for every microbatch)."""
     method: Literal["all_gather", "ulysses", "ring", "hybrid"] = "all_gather"
-    """Gather keys and values on all ranks, exchange tokens for heads, whose number cp must divide, or pass keys and
-    values from rank to rank (ring attention; with policy `contiguous` or `zigzag` Cornstarch's baselines); hybrid: both
-    of these, heads within groups of `ulysses_size` ranks, and a ring over such groups."""
+    """How ranks exchange keys and values. `all_gather`: keys and values are gathered on all ranks; `ulysses`: tokens
+    are exchanged for heads, whose number `cp` must divide; `ring`: keys and values are passed from rank to rank (with
+    policy `contiguous` or `zigzag`, Cornstarch's baselines); `hybrid`: tokens are exchanged for heads within groups of
+    `ulysses_size` ranks, and keys and values are passed between these groups."""
     ulysses_size: Degree = 2
-    """Under method `hybrid`: number of successive ranks that exchange tokens for heads, such as those of a node; a
+    """With method `hybrid`: number of successive ranks that exchange tokens for heads, such as those of a node; a
     divisor of `cp`."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
     """Implementation of attention: motet's Triton kernels, FlexAttention or torch's dense attention; auto: the kernels
@@ -32,35 +33,37 @@ class ModuleParallelConfig(Section):
     cp: Degree = 1
     """Size of the context-parallel groups, which share the tokens of each microbatch. Above 1, samples are packed."""
     pp: Degree = 1
-    """Number of groups that the module's stages are on; of stages too, where `virtual_stages` is 1."""
+    """Number of groups of ranks on which the module's stages are; with `virtual_stages` 1, also the number of
+    stages."""
     dp: Degree = 1
     """Number of replicas."""
     virtual_stages: Degree = 1
-    """Stages on each of the `pp` groups, in rounds (interleaving): stage s is on group s mod pp. The schedules
-    `interleaved_1f1b` and `interleaved_1f1b_adjusted` make use of them."""
+    """Number of stages on each of the `pp` groups (interleaving): stage s is on group s mod pp. Use the schedules
+    `interleaved_1f1b` or `interleaved_1f1b_adjusted` with it."""
     num_microbatches: Count | None = None
-    """Microbatches of each replica in one contrastive batch, for towers alone; null: `parallel.num_microbatches`."""
+    """For towers only: number of microbatches of each replica in one contrastive batch; null:
+    `parallel.num_microbatches`."""
     layers_per_stage: tuple[Count, ...] | None = None
     """Number of layers of each stage; an encoder's embedding, head and projector and a language model's embedding and
     head count as one layer each. null: the frozen-aware partition."""
     sequence_parallel: bool = False
     """Whether the ranks of a tensor-parallel group split norms and residuals along the sequence."""
     fully_sharded: bool = False
-    """Whether ranks shard parameters, gradients and optimizer state (FSDP): those of a context-parallel group, and of
-    as many replicas as `sharded_replicas` says."""
+    """Whether parameters, gradients and optimizer state are sharded (FSDP) over the ranks of a context-parallel group
+    and over `sharded_replicas` replicas."""
     sharded_replicas: Count | None = None
-    """With `fully_sharded`: number of successive replicas that share the parameters. All `dp` of them: nothing is held
-    twice; fewer, such as those of a node: what they share is summed over the others (hybrid). null: all, or 1 where
-    `cp` is larger than 1."""
+    """With `fully_sharded`: number of successive replicas that share the parameters. With all `dp` replicas, nothing is
+    held twice; with fewer, such as those of a node, gradients are summed over the other groups (hybrid sharding). null:
+    all, or 1 if `cp` is larger than 1."""
     whole_parameters: bool = False
-    """With `fully_sharded` over replicas: parameters are gathered once in a step, and whole until it ends (ZeRO-2).
-    Gradients and optimizer state are shared; less is sent than where each microbatch gathers parameters."""
+    """With `fully_sharded` over replicas: parameters are gathered once per step and stay whole until it ends (ZeRO-2).
+    Gradients and optimizer state are sharded. Less is sent than if each microbatch gathered parameters."""
     ep: Degree = 1
-    """Over how many ranks the experts of a mixture are distributed, each expert whole on one of them: `tp` (no tokens
-    are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens travel to their experts' ranks and back,
-    none is dropped). 1: each expert is cut by its width over the tensor-parallel group."""
+    """Number of ranks over which the experts of a mixture are distributed, each expert whole on one rank: `tp` (no
+    tokens are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens are sent to their experts' ranks
+    and back, and none is dropped). 1: each expert is cut by its width over the tensor-parallel group."""
     context: ContextConfig = ContextConfig()
-    """How context-parallel groups share tokens."""
+    """How context-parallel groups distribute tokens and attention."""
 
     @property
     def shares_over_replicas(self) -> int:
@@ -96,31 +99,30 @@ class ModuleParallelConfig(Section):
 
 class ModuleLimitsConfig(Section):
     tp: Degrees | None = None
-    """Allowed sizes of tensor-parallel groups; null: as for all modules."""
+    """Allowed sizes of tensor-parallel groups; null: those of `limits.tp`."""
     cp: Degrees | None = None
-    """Allowed sizes of context-parallel groups, of the language model or an encoder; for encoders they are read by
-    planner `oobleck` and by templates for `train.failures`. null: `limits.cp` for the language model, 1 for
-    encoders."""
+    """Allowed sizes of context-parallel groups, for the language model or an encoder. For encoders, only planner
+    `oobleck` and templates for `train.failures` use them. null: `limits.cp` for the language model, 1 for encoders."""
     max_pp: Count | None = None
-    """Largest number of stages; null: as for all modules."""
+    """Maximum number of stages; null: that of `limits.max_pp`."""
 
 
 class LimitsConfig(Section):
     tp: Degrees | None = None
-    """Allowed sizes of tensor-parallel groups; a module leaves out those that do not divide its heads. null: powers of
-    two within a node, on CPUs 1; with measured costs, the sizes that were profiled."""
+    """Allowed sizes of tensor-parallel groups; sizes that do not divide a module's heads are ignored for it. null:
+    powers of two within a node, or 1 on CPUs; with measured costs, the sizes that were profiled."""
     cp: Degrees | None = None
     """Allowed sizes of the language model's context-parallel groups, for planners `auto` and `oobleck`; other planners
-    use 1. null: powers of two within a node that leave each rank at least 4096 tokens of a sample, on CPUs 1."""
+    use 1. null: powers of two within a node that leave each rank at least 4096 tokens of a sample, or 1 on CPUs."""
     dp: Degrees | None = None
-    """Allowed numbers of replicas; in planners `optimus` and `megatron_extra_stages`, those of the language model.
-    null: powers of two that leave no microbatch empty, and three times these unless `cluster.num_devices` is a power of
-    two; on CPUs 1."""
+    """Allowed numbers of replicas; for planners `optimus` and `megatron_extra_stages`, those of the language model.
+    null: powers of two that leave no microbatch empty, also three times these unless `cluster.num_devices` is a power
+    of two; or 1 on CPUs."""
     fully_sharded: bool = False
-    """Whether planner `oobleck` and templates for `train.failures` may use context parallelism of the sizes in `cp`
-    (for the language model) or `modules` with sharded parameters and without tensor parallelism (FSDP)."""
+    """Whether planner `oobleck` and templates for `train.failures` may combine context parallelism, of the sizes in
+    `cp` (language model) or `modules`, with sharded parameters (FSDP) instead of tensor parallelism."""
     max_pp: Count | None = None
-    """Largest number of stages of a module; null: its number of layers."""
+    """Maximum number of stages of a module; null: its number of layers."""
     modules: dict[str, ModuleLimitsConfig] = {}
     """Limits of single modules, which replace those above."""
 
@@ -138,49 +140,50 @@ class LimitsConfig(Section):
 
 class ParallelConfig(Section):
     planner: str = "cornstarch"
-    """Name of the planner that lays the model out, `auto` for the fastest of all, or `explicit`."""
+    """Name of a planner (docs/layout.md), `auto` for the fastest plan that motet finds, or `explicit` for the layout
+    given below."""
     explicit: dict[str, ModuleParallelConfig] = {}
-    """The layout of every module, for planner `explicit`."""
+    """Layout of every module, for planner `explicit`."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of the layouts that planners other than `explicit` choose. With `explicit` and `train.failures`, templates
     read `cp`, `fully_sharded` and `max_pp`."""
     placement: Literal["parallel", "colocated", "replicated"] | None = None
-    """Encoders on ranks of their own, in turns on shared ranks, or copied to each stage of the language model; null:
-    the planner chooses."""
+    """Placement of encoders: on ranks of their own (`parallel`), in turns on the same ranks (`colocated`), or copied to
+    each stage of the language model (`replicated`); null: the planner chooses."""
     schedule: str = "1f1b"
     """The pipeline schedule (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
-    `distmm_pipe`; if it is not given, planners may choose, and towers use `distmm_pipe`."""
+    `distmm_pipe`. If it is not given, planners may choose, and towers use `distmm_pipe`."""
     assignment: str = "contiguous"
-    """How samples are assigned to microbatches (docs/data.md): `contiguous` (in their order), `random`, `disttrain` (in
-    its order), `dip`, `balanced` (even on the encoders' and the language model's work), `post_balanced` (each module's
-    samples over its replicas by its own work; encoders' outputs travel), or balanced with deferral: `entrain`, or
-    `entrain_k_eff`, which makes no more microbatches than the heaviest sample permits. If it is not given, planner
-    `auto` takes `balanced` or `entrain` where they are faster."""
+    """Policy that assigns samples to microbatches (docs/data.md): `contiguous` (the order of the samples), `random`,
+    `disttrain` (DistTrain's order), `dip`, `balanced` (even work for encoders and language model), `post_balanced`
+    (each module distributes samples over its replicas by its own work; encoders' outputs are sent between replicas), or
+    balanced with deferral: `entrain`, and `entrain_k_eff`, which uses fewer microbatches if one sample is heavier than
+    several others. If it is not given, planner `auto` uses `balanced` or `entrain` if they are faster."""
     num_microbatches: Count = 4
-    """Microbatches per replica; if it is not given, planner `auto` chooses. Of towers, per replica and contrastive
-    batch, for planner `explicit` alone."""
+    """Number of microbatches per replica. If it is not given, planner `auto` chooses. For towers, with planner
+    `explicit` only: the number per replica and contrastive batch."""
     packing: bool = False
     """Whether the samples of a microbatch are packed into one row without padding; they do not attend to each other."""
     packed_attention: Literal["auto", "sdpa", "varlen", "motet", "flex"] = "auto"
     """Attention of packed samples (docs/attention.md): `varlen` computes each sample by itself, on CUDA in bfloat16 by
-    torch's variable-length flash attention; `motet` and `flex` are motet's kernels and FlexAttention, with the samples'
-    bounds as a mask of blocks; `sdpa` is transformers', with a mask of tokens x tokens. auto: `varlen` for families
-    that have been shown equal with it, else `sdpa`."""
+    torch's variable-length flash attention; `motet` and `flex` are motet's kernels and FlexAttention, with a block mask
+    of the samples' bounds; `sdpa` is transformers' attention, with a mask of tokens x tokens. auto: `varlen` for
+    families that have been verified with it, else `sdpa`."""
     max_packed_tokens: Count | None = None
-    """Largest number of tokens of a packed row, with `packing`; larger microbatches of the language model are split.
+    """With `packing`: maximum number of tokens of a packed row; larger microbatches of the language model are split.
     null: no limit."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are recomputed in the backward pass, each by its name (all blocks), or as `name:kind`
-    with the kind `blocks`, `attention` (that of every block), `every_2`, `every_3`, ... (every n-th block) or `offload`
-    (nothing is recomputed: activations go to pinned memory of the host and come back); if it is not given, planner
-    `auto` chooses."""
+    """Modules whose activations are recomputed in the backward pass, each given by its name (all blocks) or as
+    `name:kind`. Kinds are `blocks`, `attention` (the attention of every block), `every_2`, `every_3`, ... (every n-th
+    block) and `offload` (nothing is recomputed; activations are copied to pinned memory of the host and back). If it is
+    not given, planner `auto` chooses."""
     recompute_features: tuple[str, ...] = ()
-    """Towers, or encoders, whose stages keep only their input and recompute everything else in the backward pass: their
-    activations are there one microbatch at a time, however many are on their way through a deep pipeline."""
+    """Towers or encoders whose stages keep only their input and recompute everything else in the backward pass. They
+    hold the activations of one microbatch at a time, even if many microbatches are in the pipeline."""
     zero1: bool = False
-    """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 keep each
-    part. If it is not given, planner `auto` chooses."""
+    """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 replicas keep
+    each part. If it is not given, planner `auto` chooses."""
 
     @model_validator(mode="after")
     def _knows_kinds_of_recomputation(self) -> "ParallelConfig":

@@ -17,7 +17,7 @@ def phases_of(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def chosen_run(config: RunConfig) -> RunConfig:
-    """The run that a command looks at: the whole, or of several phases the one that `train.only_phase` names.
+    """The run that a command processes: the whole run, or the phase that `train.only_phase` names.
 
     Raises `UserError` where there are phases and none is named."""
     if not config.train.phases:
@@ -25,7 +25,7 @@ def chosen_run(config: RunConfig) -> RunConfig:
     phases = phases_of(config)
     if config.train.only_phase is None:
         raise UserError(
-            f"train.phases: are {', '.join(phases)}, of which one is meant here; add --set train.only_phase="
+            f"train.phases: are {', '.join(phases)}; this command needs one of them: add --set train.only_phase="
             f"{next(iter(phases))}"
         )
     return phases[config.train.only_phase]

@@ -39,7 +39,7 @@ from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
 class DeviceConfig(Section):
-    """A device that motet does not know; docs/costs.md says where to find the numbers."""
+    """A device that is not in motet's catalogue; docs/costs.md says where to find the numbers."""
 
     peak_flops: Annotated[dict[str, PositiveNumber], Field(min_length=1)]
     """Peak dense FLOP/s by dtype: bfloat16, float32, ..."""
@@ -63,7 +63,7 @@ class DeviceConfig(Section):
 
 
 class LinkConfig(Section):
-    """A link that motet does not know."""
+    """A link that is not in motet's catalogue."""
 
     latency_s: Annotated[float, Field(ge=0)]
     """Latency of one message."""
@@ -90,23 +90,24 @@ class ClusterConfig(Section):
     num_nodes: Count = 1
     """Number of machines, with equally many devices each."""
     memory_bytes: PositiveNumber | None = None
-    """Memory of one device; null: that of the known device."""
+    """Memory of one device; null: the catalogue's."""
     num_cores: Count | None = None
     """CPU cores of one node that its processes share; null: those of this machine."""
     accelerator: str | None = None
-    """A device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core or
-    an H100."""
+    """Device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core with
+    `device: cpu`, an H100 with `device: cuda`."""
     within_node: str | None = None
-    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...) or of `links`; null: the usual one of the device."""
+    """Link between the devices of a node, from motet's catalogue (loopback, pcie4, nvlink4, ...) or `links`; null: the
+    usual one for the device."""
     between_nodes: str | None = None
-    """A link of motet's catalogue (infiniband400, roce200, ethernet100, ...) or of `links`, through one network
-    card."""
+    """Link between nodes, through one network card, from motet's catalogue (infiniband400, roce200, ethernet100, ...)
+    or `links`."""
     nics_per_node: Count | None = None
     """Network cards of a node, shared by its devices; null: one for each device."""
     devices: dict[str, DeviceConfig] = {}
-    """Devices that motet's catalogue does not have, by name."""
+    """Further devices, by name."""
     links: dict[str, LinkConfig] = {}
-    """Links that motet's catalogue does not have, by name."""
+    """Further links, by name."""
     catalogue: str | None = None
     """YAML file with further `devices` and `links`, which run files can share; null: none."""
     speeds: str | None = None
@@ -128,7 +129,7 @@ class FailuresConfig(Section):
     """Training that continues when nodes fail (docs/resilience.md)."""
 
     tolerate: Count = 1
-    """Nodes that may fail at once without loss of state: there is one more copy of every layer."""
+    """Number of nodes that may fail at the same time without loss of state. Every layer has one more copy than this."""
     detect_s: PositiveNumber = 1.0
     """Seconds without a sign of life after which a node counts as lost."""
     secret_file: str | None = None
@@ -137,18 +138,19 @@ class FailuresConfig(Section):
     store_patience_s: PositiveNumber = 60.0
     """Seconds for which a node waits for a lost store to return."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
-    """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
-    none is."""
+    """A rank whose computation takes more than this many times as long as that of ranks with the same layers is listed
+    in the failure log as a straggler. null: no rank is."""
     replace_stragglers_after_s: PositiveNumber | None = None
-    """Seconds for which a rank must have been slow until its node leaves and a spare takes its place, if there is one;
-    null: it stays."""
+    """Seconds after which the node of a straggler leaves and a spare takes its place, if there is a spare; null: the
+    node stays."""
     copy_every: Count | None = None
-    """Steps after which each node copies its state into the memory of the next one, so that a plan with one pipeline
-    goes on without a checkpoint when a spare takes a lost node's place; null: never."""
+    """Number of steps after which each node copies its state into the memory of the next node, so that a plan with one
+    pipeline continues without a checkpoint when a spare replaces a lost node; null: never."""
     stop_below_guarantee: bool = False
-    """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
+    """Whether to save a checkpoint and stop when too few nodes are left to survive `tolerate` further failures; false:
+    continue."""
     restarts: CountOrNever = 3
-    """How often all nodes are restarted from the last checkpoint when too few are left."""
+    """Number of times that all nodes are restarted from the last checkpoint when too few are left."""
 
     @model_validator(mode="after")
     def _looks_for_stragglers(self) -> "FailuresConfig":
@@ -163,10 +165,11 @@ class PhaseConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
     """Name of its folder in `output`."""
     steps: Count
-    """Number of its updates."""
+    """Number of updates in this phase."""
     set: dict[str, Any] = {}
-    """Values of the run file that are others in this phase, as of `--set`: `model.language_model.train.module: false`,
-    `data.files: [...]`, `train.learning_rate: 0.001`, `parallel.explicit.image.dp: 2`."""
+    """Values that replace those of the run file in this phase, in the form of `--set`:
+    `model.language_model.train.module: false`, `data.files: [...]`, `train.learning_rate: 0.001`,
+    `parallel.explicit.image.dp: 2`."""
 
 
 class TrainConfig(Section):
@@ -178,9 +181,9 @@ class TrainConfig(Section):
     """Number of samples that towers compare with each other; the loss is the mean over contrastive batches.
     null: the global batch."""
     learning_rate: LearningRate = 1e-3
-    """Peak learning rate of parts that have none of their own."""
+    """Peak learning rate of parts without a `learning_rate` of their own."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay of AdamW, which does not apply to vectors."""
+    """Weight decay of AdamW; it does not apply to vectors (biases, norms)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """The betas of AdamW."""
     eps: PositiveNumber = 1e-8
@@ -190,26 +193,29 @@ class TrainConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     min_learning_rate_ratio: Fraction = 0.1
-    """Share of the peak learning rate at the last step."""
+    """Learning rate at the last step, as a share of the peak."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the gradient of the whole model; 0: no clipping."""
+    """Norm of the gradient of the whole model to which larger gradients are clipped; 0: no clipping."""
     update_unreached: bool = False
-    """Whether parameters that no sample of a step reaches, as an encoder's in a step without images, are updated with a
-    gradient of zero, so that moments and decay move them; otherwise they stay as they are, as in a plain loop."""
+    """Whether parameters that no sample of a step reaches (an encoder's, in a step without images) are updated with a
+    gradient of zero, so that moments and weight decay change them; false: they do not change, as in a plain loop."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of parameters and computation. In bfloat16, gradients add up in float32 and the optimizer updates float32
-    masters."""
+    """Dtype of parameters and computation. With bfloat16, gradients are accumulated in float32 and the optimizer
+    updates float32 master weights."""
     compile: Literal["nothing", "blocks"] = "nothing"
-    """Whether transformer blocks are compiled by `torch.compile`, each by itself and for any length. Not with split
-    backwards (zero-bubble schedules), groups that share a module, generators, or a whole multimodal model."""
+    """Whether transformer blocks are compiled by `torch.compile`, each separately and for any length. Not supported
+    with split backwards (zero-bubble schedules), groups that share a module, generators, or a whole multimodal
+    model."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """Backend of `torch.compile`: `inductor` makes kernels; `aot_eager` and `eager` make none, for comparison."""
+    """Backend of `torch.compile`: `inductor` generates kernels; `aot_eager` and `eager` do not, and serve for
+    comparison."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0
     """Steps between evaluations on held-out samples; 0: none."""
     eval_samples: Count = 256
-    """Held-out samples of one evaluation; contrastive models use whole global batches, if there is at least one."""
+    """Number of held-out samples in one evaluation; contrastive models use whole global batches, if there is at least
+    one."""
     checkpoint_every: CountOrNever = 0
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: Count = 2
@@ -217,25 +223,26 @@ class TrainConfig(Section):
     output: str = "runs/motet"
     """Folder for everything that the run writes. One run at a time may use it."""
     overwrite: bool = False
-    """Delete the checkpoints that an earlier run left in `output`. A run that does not resume from them needs it."""
+    """Whether to delete the checkpoints of an earlier run in `output`; needed if they exist and the run does not resume
+    from them."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to a loss or gradient that is not finite: stop the run, or skip the update."""
+    """What to do if the loss or a gradient is not finite: stop the run, or skip the update."""
     step_timeout_s: PositiveNumber = 300.0
     """Seconds after which a step ends the run with a report of what each rank waits for."""
     metrics: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
-    """Destinations of the metrics."""
+    """Destinations of the metrics; `jsonl` is always written."""
     resume: str | None = None
     """Folder of a checkpoint to resume from, or `latest` of `output`; null: none."""
     start_from: str | None = None
-    """Folder of a checkpoint of the same model whose weights this run starts with; its steps and optimizer do not
-    count; null: none."""
+    """Folder of a checkpoint of the same model whose weights this run starts with, without its optimizer state and its
+    number of steps; null: none."""
     phases: tuple[PhaseConfig, ...] = ()
-    """Phases of one training (docs/generators.md): each is planned by itself and trained in a folder of its own in
-    `output`. `steps` is then theirs, and `resume` null or `latest`."""
+    """Phases of one training (docs/generators.md): each is planned separately and trained in its own folder in
+    `output`. Each phase then has its own `steps`, and `resume` must be null or `latest`."""
     only_phase: str | None = None
-    """The phase that alone is trained, planned, simulated or verified; null: `train` and `plan` go through all."""
+    """Name of the only phase to train, plan, simulate or verify; null: `train` and `plan` process all phases."""
     failures: FailuresConfig | None = None
-    """Continue when nodes fail; null: the run ends."""
+    """Whether and how training continues when nodes fail; null: the run ends."""
 
 
 PHASES_OWN_KEYS = (
@@ -321,7 +328,7 @@ class RunConfig(Section):
                 raise ValueError(f"train.phases: two are called {name}; give each a name of its own")
         if train.resume not in (None, "latest"):
             raise ValueError(
-                f"train.resume: is {train.resume}, but a training in phases goes on from latest; give that"
+                f"train.resume: is {train.resume}, but a training in phases resumes from latest; give latest"
             )
         for key in ("start_from", "failures"):
             if getattr(train, key) is not None:
@@ -416,13 +423,14 @@ class RunConfig(Section):
                 )
             if self.parallel.recompute_features and self.parallel.planner != "explicit":
                 raise ValueError(
-                    "parallel.recompute_features: of encoders is read by planner explicit only; leave it out, or give "
-                    "planner: explicit"
+                    "parallel.recompute_features: is read for encoders with planner explicit only; leave it out, or "
+                    "give planner: explicit"
                 )
             for name in self.parallel.recompute_features:
                 if self.model.composite is None and name not in self.model.encoders:
                     raise ValueError(
-                        f"parallel.recompute_features: {name} is no encoder; give encoders, or parallel.recompute"
+                        f"parallel.recompute_features: {name} is not an encoder; name encoders, or use "
+                        "parallel.recompute"
                     )
             for name, layout in self.parallel.explicit.items():
                 if layout.num_microbatches is not None:

@@ -100,7 +100,7 @@ def test_a_phase_goes_on_from_the_weights_of_the_one_before(tmp_path: Path) -> N
     ("train", "message"),
     [
         ({"only_phase": "sing"}, r"train\.only_phase: there is no phase 'sing'; train\.phases has speak, draw"),
-        ({"resume": "somewhere"}, r"train\.resume: is somewhere, but a training in phases goes on from latest"),
+        ({"resume": "somewhere"}, r"train\.resume: is somewhere, but a training in phases resumes from latest"),
         ({"start_from": "somewhere"}, r"train\.start_from: is not supported with train\.phases"),
         ({"phases": [PHASES[0], PHASES[0]]}, r"train\.phases: two are called speak"),
         ({"phases": [{"name": "a", "steps": 1, "set": {"train.steps": 3}}]}, r"phases\[0\]\.set\.train\.steps: is the"),
@@ -115,7 +115,7 @@ def test_a_wrong_value_names_its_phase(tmp_path: Path) -> None:
     config = in_phases(tmp_path, {"name": "c", "steps": 1, "set": {"model.language_modle.train": {}}})
     with pytest.raises(UserError, match=r"train\.phases\[2\] \(c\): .*language_modle"):
         phases_of(config)
-    with pytest.raises(UserError, match=r"train\.phases: are speak, draw, of which one is meant here"):
+    with pytest.raises(UserError, match=r"train\.phases: are speak, draw; this command needs one of them"):
         motet.simulate(in_phases(tmp_path))
 
 

@@ -62,7 +62,7 @@ REFUSED = {
         r"gemma3\.vision has no rules for tensor parallelism",
     ),
     "a part that is not there": ({"model": {"parts": {"audio": {}}}}, r"model\.parts\.audio: the model has no such"),
-    "encoders beside it": ({"model": {"merge": "prepend"}}, "merge: stands beside path"),
+    "encoders beside it": ({"model": {"merge": "prepend"}}, "merge: cannot be combined with path"),
     "nothing to train": (
         {
             "model": {
