@@ -299,10 +299,12 @@ def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
     """Trains one phase after the other; with `train.resume: latest` without those that are finished. Returns the result
     of the last one, and of each under `phases`."""
     if plan is not None:
-        raise UserError("--plan: is of one layout, but each phase is planned; leave it out, or add train.only_phase")
+        raise UserError(
+            "--plan: holds one plan, but each phase is planned separately; leave it out, or set train.only_phase"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError(
-            "train.phases: processes of torchrun run one phase; start it for each with --set train.only_phase=NAME"
+            "train.phases: torchrun runs one phase at a time; start it for each with --set train.only_phase=NAME"
         )
     from motet.runtime.checkpoint.folder import find_checkpoints, step_of
 
@@ -353,7 +355,7 @@ def _read(run: RunFile, overrides: Sequence[str]) -> RunConfig:
         return load_run_config(run, overrides)
     if overrides:
         raise UserError(
-            f"overrides: {overrides[0]!r} changes a run file; give its path, or a RunConfig that is changed"
+            f"overrides: {overrides[0]!r} changes a run file; give its path, or change the RunConfig yourself"
         )
     return run
 

@@ -158,8 +158,8 @@ def test_mistakes_of_training(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--port", "70000"], "--port: 70000 is no port; give 0 to 65535"),
-        (["--port", "http"], "--port: http is no port"),
+        (["--port", "70000"], "--port: 70000 is not a port; give 0 to 65535"),
+        (["--port", "http"], "--port: http is not a port"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8815: cannot be used"),
         (["--host", ".."], "--host .. --port 8815: cannot be used .no host can have this name"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key: one is given without the other"),

@@ -131,8 +131,8 @@ def test_files_that_are_no_run_files(
         ),
         (
             EXPLICIT % ("", "", "fully_sharded: true"),
-            "language_model.fully_sharded: nobody shares the parameters, as cp and the number of replicas that do are "
-            "1; give a larger dp or cp",
+            "language_model.fully_sharded: no ranks share the parameters, because cp and sharded_replicas are 1; give "
+            "a larger dp or cp",
         ),
         (
             EXPLICIT.replace("explicit,", "explicit, zero1: true,") % ("", "", "cp: 2, fully_sharded: true"),
@@ -325,7 +325,7 @@ def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: P
 def test_encoders_that_cannot_share_tokens(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     nodes = ["--set", "cluster={num_devices: 8, num_nodes: 4}"]
     shared = ["--set", "parallel={planner: oobleck, limits: {modules: {vision: {cp: [2]}}}}"]
-    short = r"limits: of vision's tp \[1\] and cp \[2\] no two make a stage .* leaves each rank some tokens"
+    short = r"limits: no tp of \[1\] with a cp of \[2\] gives vision a stage .* leaves each rank some tokens"
     expect_mistake(capsys, ["plan", run_file, *nodes, *shared], short)
     pixtral = ["--set", "model.encoders.vision.config=PixtralVisionConfig"]
     refused = (

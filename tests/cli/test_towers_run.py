@@ -228,7 +228,7 @@ def test_files_in_which_items_are_lacking(capsys: pytest.CaptureFixture[str], ru
         "pairs.jsonl:1: has image to be compared; give text and image",
     )
     (folder / "pairs.jsonl").write_text("\n".join([json.dumps({"image": "0.png"})] * 9))
-    expect_mistake(capsys, ["profile", run_file], "profile: no sample of the first global batch has anything for text")
+    expect_mistake(capsys, ["profile", run_file], "profile: no sample of the first global batch has an item for text")
 
 
 @pytest.mark.campaign

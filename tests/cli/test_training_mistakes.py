@@ -107,9 +107,18 @@ def test_joining(
     [
         (["--listen", "here:0"], "--listen: train.failures is null; set it"),
         (["--listen", "29500", "--set", "train.failures={}"], "--listen: is '29500'; give HOST:PORT"),
-        (["--listen", "192.0.2.1:29500", *SURVIVING], "--listen: 192.0.2.1:29500 cannot be listened at .*this machine"),
-        (["--listen", "..:29500", *SURVIVING], "--listen: ..:29500 cannot be listened at .no host can have this name"),
-        (["--listen", f"{'a' * 64}:1", *SURVIVING], "--listen: a*:1 cannot be listened at .no host can have this name"),
+        (
+            ["--listen", "192.0.2.1:29500", *SURVIVING],
+            "--listen: 192.0.2.1:29500 cannot be used as an address .*this machine",
+        ),
+        (
+            ["--listen", "..:29500", *SURVIVING],
+            "--listen: ..:29500 cannot be used as an address .no host can have this name",
+        ),
+        (
+            ["--listen", f"{'a' * 64}:1", *SURVIVING],
+            "--listen: a*:1 cannot be used as an address .no host can have this name",
+        ),
         (["--listen", "here:1", "--join", "there:1"], "--listen: cannot be combined with --join"),
         (["--store", "here:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME only"),
         (["--store", "etcd://a:1/x", "--listen", "b:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME only"),
@@ -216,7 +225,7 @@ def test_a_checkpoint_of_another_model(
 ) -> None:
     """Most of these have parameters of the same names and shapes."""
     overrides = [f"train.resume={checkpoint}", f"model.{override}"]
-    expect_refusal(capsys, run_file, overrides, f"train.resume: .*step_00000002 is of another model: .*{message}")
+    expect_refusal(capsys, run_file, overrides, f"train.resume: .*step_00000002 belongs to another model: .*{message}")
 
 
 def test_a_rule_of_attention_by_another_name_is_the_same(run_file: Path, checkpoint: Path) -> None:

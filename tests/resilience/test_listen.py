@@ -38,7 +38,9 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = ("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(UserError, match=f"--listen: 127.0.0.1:{address[1]} cannot be listened at .*a free port"):
+        with pytest.raises(
+            UserError, match=f"--listen: 127.0.0.1:{address[1]} cannot be used as an address .*a free port"
+        ):
             train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
 
 

@@ -160,12 +160,14 @@ def test_mistakes_about_the_decoder() -> None:
     with pytest.raises(UserError, match="decoder: is 16 wide, but image outputs features of 20; give all towers"):
         ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
     towers = CASE.build().modality_modules()
-    with pytest.raises(UserError, match="decoder: text makes features of 32, but one of 36 of a whole item"):
+    with pytest.raises(UserError, match="decoder: text outputs 32 features for each token, but a pooled output of 36"):
         ContrastiveModule(towers, decoder=CaptionDecoder(tiny_decoder("gpt2"), "text"))
     model = COCA.build().float()
     with pytest.raises(UserError, match="batch: decoder is missing; give it a dict with the captions' input_ids"):
         model(**batch())
-    with pytest.raises(UserError, match=r"batch: present\['sound'\] is of no tower; the model has image, text"):
+    with pytest.raises(UserError, match=r"batch: present\['sound'\] is not a tower; the model has image, text"):
         model(**{**coca_batch(), "present": {"sound": torch.ones(6)}})
-    with pytest.raises(UserError, match=r"batch: present\['text'\] is no tensor of 6 truth values"):
+    with pytest.raises(
+        UserError, match=r"batch: present\['text'\] must be a boolean tensor with one value for each of 6 samples"
+    ):
         model(**{**coca_batch(), "present": {"text": torch.ones(5)}})

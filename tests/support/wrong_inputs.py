@@ -271,7 +271,7 @@ def _of_samples() -> Iterator[WrongInput]:
         ("almost 2 GHz", _wav(rate=1_999_999_999), "1999999999 samples in a second"),
         ("0 Hz", _wav(rate=0), "meow.wav: (cannot be read as a sound|has 0 samples)"),
         ("no channel", _wav(channels=0), "cannot be read as a sound"),
-        ("cut short", _wav()[:4000], r"is cut short, 4000 of \d+ bytes; replace the clip"),
+        ("cut short", _wav()[:4000], r"is truncated, 4000 of \d+ bytes; replace the clip"),
         ("one byte short", _wav()[:-1], "is cut short"),
         ("a header alone", _wav()[:44], "is cut short|is an empty clip"),
         ("half a header", _wav()[:20], "cannot be read as a sound"),
@@ -292,7 +292,7 @@ def _of_samples() -> Iterator[WrongInput]:
         ("image_pixels", 10, "has 60 x 50 pixels; .*image_pixels: 10"),
         ("audio_s", 0.1, "lasts 0.5 s"),
         ("audio_samples", 100, "has 8000 samples, 0.5 s"),
-        ("records_bytes", 10, r"has \d+ bytes; cut it into several files"),
+        ("records_bytes", 10, r"has \d+ bytes; split it into several files"),
         ("image_pixels", 10**9, "image_pixels: is 1000000000; give a whole number at least 1 and at most 178956970"),
         ("audio_s", -1, "audio_s: is -1"),
         ("outside_folders", "sometimes", 'outside_folders: is "sometimes"; give true or false'),
@@ -315,10 +315,10 @@ def _of_samples() -> Iterator[WrongInput]:
     ):
         yield WrongInput(f"records: {name}", expected, change=write("train.jsonl", content))
     for file, expected in (
-        ("/dev/zero", "/dev/zero: is no file that ends"),
-        (".", ": is no file that ends"),
+        ("/dev/zero", "/dev/zero: is not a regular file"),
+        (".", ": is not a regular file"),
         ("nothing.jsonl", "cannot be read"),
-        ("pipe", "pipe: is no file that ends"),
+        ("pipe", "pipe: is not a regular file"),
         ("'*.nothing'", "no file matches this pattern"),
         ("cat.tar", "cannot be read as a tar file"),
         ("cat.parquet", "cannot be read as Parquet"),

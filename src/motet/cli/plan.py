@@ -83,7 +83,7 @@ def _plan_phases(config: "RunConfig", arguments: argparse.Namespace, given: str 
     from motet.config import phases_of
 
     if given:
-        raise UserError(f"{given}: a file is of one plan; add --set train.only_phase=NAME for that of a phase")
+        raise UserError(f"{given}: a file holds one plan; add --set train.only_phase=NAME for that of one phase")
     reports = {}
     for name, phase in phases_of(config).items():
         prediction = make_plan(phase, budget_s=arguments.budget_s, progress=_Progress())

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is no port; give 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; give 0 to 65535")
     return int(text)
 
 

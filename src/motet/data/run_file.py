@@ -136,7 +136,7 @@ def data_to_prepare(config: RunConfig) -> PreparedDataConfig:
     """Raises `UserError` for data that are only described by their sizes."""
     if isinstance(config.data, DescribedConfig):
         raise UserError(
-            "data.kind: is described, which has sizes but no data; motet plan and simulate take it, for this give "
+            "data.kind: is described, which has sizes but no data, for motet plan and simulate only; give "
             "conversations or dial-a-digit"
         )
     return config.data

@@ -296,7 +296,7 @@ def _contrastive_graph(config: RunConfig) -> Graph:
 def _tower(key: str, part: TowerConfig) -> ModuleWorkload:
     encoder = _read_shape(part, key)
     if encoder.family == "siglip_vision_model" and not setting(encoder.config, "vision_use_head", True):
-        raise UserError(f"{key}.values.vision_use_head: is false, so there are no features of a whole image; set it")
+        raise UserError(f"{key}.values.vision_use_head: is false, so the encoder has no pooled output; set it")
     return encoder
 
 
@@ -320,8 +320,8 @@ def _check_stored_projection(key: str, tower: TowerConfig, encoder: ModuleWorklo
     is_stored = tower.part is not None or "WithProjection" in str(encoder.config.get("architectures"))
     if tower.config is None and is_stored and tower.projector == "projection" and stored != width:
         raise UserError(
-            f"{key}.projector: the stored projection makes features of {stored}, but they are {width} "
-            f"wide; set model.contrastive.width to {stored}, or give linear or mlp, which are drawn"
+            f"{key}.projector: the stored projection is {stored} wide, but the features are {width} "
+            f"wide; set model.contrastive.width to {stored}, or give linear or mlp, which start with random weights"
         )
 
 
@@ -329,8 +329,8 @@ def _decoder(part: DecoderConfig, encoder: ModuleWorkload, width: int) -> Module
     """The caption decoder. `encoder`: of the tower that it reads."""
     if encoder.hidden_size != encoder.output_size:
         raise UserError(
-            f"model.towers.{part.reads}: makes features of {encoder.hidden_size}, but one of {encoder.output_size} "
-            "of a whole item, and the decoder reads both; give it a projection_size equal to its hidden_size"
+            f"model.towers.{part.reads}: outputs {encoder.hidden_size} features for each token, but a pooled output "
+            f"of {encoder.output_size}, and the decoder reads both; give it a projection_size equal to its hidden_size"
         )
     key = f"model.{DECODER}"
     decoder = _read_shape(part, key)

@@ -19,6 +19,6 @@ def loaded(group: str) -> Mapping[str, Any]:
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"entry point {group} {entry.name}: cannot be imported ({reason}); mend the package"
+                f"entry point {group} {entry.name}: cannot be imported ({reason}); repair the package"
             ) from None
     return found

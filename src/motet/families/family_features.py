@@ -35,7 +35,7 @@ def check_feature(config: Any, feature: str, instead: str) -> None:
     known = read_capabilities(digest_of(tiny_config(config).to_dict()))
     if known is None:
         raise UserError(
-            f"parallel: {FEATURES[feature]} has not been shown to be right for {config.model_type}; run motet family "
+            f"parallel: {FEATURES[feature]} has not been verified for {config.model_type}; run motet family "
             f"check with its folder or hub id once, or {instead}"
         )
     known.require({feature: instead}, "parallel")

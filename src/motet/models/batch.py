@@ -459,7 +459,7 @@ def batch_of_towers(model: ModuleGraph, batch: Mapping[str, Any]) -> DictBatch:
     keys = {name: family_of(tower.module.module).feature for name, tower in towers.items()}
     for name in batch.get("present", {}):
         if name not in towers:
-            raise UserError(f"batch: present[{name!r}] is of no tower; the model has {', '.join(towers)}")
+            raise UserError(f"batch: present[{name!r}] is not a tower; the model has {', '.join(towers)}")
     segments: dict[str, list[Segment | None]] = {}
     tensors: dict[str, list[dict[str, Tensor]]] = {}
     known = {"present", "return_loss", *([] if decoder is None else [DECODER])}
@@ -530,11 +530,13 @@ def _tower_items(
     name, config = tower.name, tower.config
     features = given.get(key)
     if not isinstance(features, Tensor) or features.dim() < 2:
-        raise UserError(f"batch: {key} of tower {name} is missing or no tensor of all samples")
+        raise UserError(f"batch: {key} of tower {name} is missing, or is not a tensor [samples, ...]")
     if not len(features):
         raise UserError(f"batch: {key} of tower {name} has no samples; give at least two")
     if present is not None and (not isinstance(present, Tensor) or present.shape != features.shape[:1]):
-        raise UserError(f"batch: present[{name!r}] is no tensor of {len(features)} truth values; give one a sample")
+        raise UserError(
+            f"batch: present[{name!r}] must be a boolean tensor with one value for each of {len(features)} samples"
+        )
     columns = _attended(config, given, features, present) if reads_text(config) else []
     segments: list[Segment | None] = []
     tensors: list[dict[str, Tensor]] = []

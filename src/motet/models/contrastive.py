@@ -190,8 +190,8 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
     inner = getattr(read.module.config, family_of(read.module).hidden_size)
     if inner != read.output_size:
         raise UserError(
-            f"decoder: {decoder.reads} makes features of {inner}, but one of {read.output_size} of a whole item, and "
-            "the decoder reads both; give it a projection_size equal to its hidden_size"
+            f"decoder: {decoder.reads} outputs {inner} features for each token, but a pooled output of "
+            f"{read.output_size}, and the decoder reads both; give it a projection_size equal to its hidden_size"
         )
     hidden_size = decoder.module.config.hidden_size
     if hidden_size != width:
@@ -205,9 +205,11 @@ def _check_tower(name: str, tower: ModalityModule) -> None:
     if tower.is_language_model:
         raise UserError(f"towers: {name} is a causal language model; give an encoder")
     if family_of(tower.module).pool is None:
-        raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no features of a whole item")
+        raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no pooled output")
     if tower.feature_layer is not None:
-        raise UserError(f"towers: {name} has a feature_layer; a tower outputs its encoder's feature of a whole item")
+        raise UserError(
+            f"towers: {name} has a feature_layer, but a tower outputs its encoder's pooled output; leave it out"
+        )
 
 
 def _check_names(towers: Mapping[str, nn.Module]) -> None:

@@ -196,8 +196,8 @@ def _fill(
     left = [key for key, tensor in _tensors_of(model, parts, outside) if _is_left(tensor)]
     if left:
         raise UserError(
-            f"{where}: {type(model).__name__} gives {left[0]} its value in its constructor alone, which does not run "
-            "where a model is built without memory; "
+            f"{where}: {type(model).__name__} sets {left[0]} in its constructor only, which does not run "
+            "when a model is built without memory; "
             + ("it is not supported" if has_weights else "give a folder with weights (path or hub)")
         )
 
@@ -330,7 +330,7 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
         if name in may_lack and may_lack.isdisjoint(stored):
             continue
         if source not in stored:
-            raise UserError(f"{where}: {folder} has no weights for {name}; is it of another model?")
+            raise UserError(f"{where}: {folder} has no weights for {name}; is it the folder of another model?")
         sources[name] = source
     with ExitStack() as opened, dtypes_by_name():
         files: dict[Path, Any] = {}

@@ -42,7 +42,7 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
     if local_rank >= num_devices:
         raise ValueError(
             f"cluster.device: process {local_rank} of this machine finds {num_devices} {kind} devices; "
-            "start one process a device or set it to cpu"
+            "start one process for each device, or set it to cpu"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)

@@ -45,6 +45,6 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if (name := getattr(parameter, PART_OF, None)) is not None:
                 raise UserError(
-                    f"optimizer: {kind.__name__} looks at whole tensors, but this rank holds a part of {name}; take an "
+                    f"optimizer: {kind.__name__} needs whole tensors, but this rank holds a part of {name}; use an "
                     "optimizer that works element by element, such as AdamW, or a plan without tensor parallelism"
                 )

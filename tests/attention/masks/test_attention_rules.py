@@ -171,7 +171,7 @@ class TestWrongInput:
 
     def test_three_intervals(self) -> None:
         layout = layout_of_documents([Document((Segment(10),), answers=(3, 3))])
-        with pytest.raises(UserError, match="answers that share a question go with no window"):
+        with pytest.raises(UserError, match="answers that share a question cannot be combined with window"):
             mask_of(layout, AttentionRule(window=4))
 
     @pytest.mark.parametrize(

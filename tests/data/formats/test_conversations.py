@@ -93,7 +93,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "half a character": (
         {"conversations": [{"from": "human", "value": "\ud83d?"}, ANSWER]},
-        r"conversations\[0\].value: holds half of a character",
+        r"conversations\[0\].value: contains an unpaired surrogate",
     ),
     "image of another type": ({"image": 7, "conversations": [QUESTION, ANSWER]}, "image: is 7; give a path"),
 }

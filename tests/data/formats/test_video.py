@@ -65,7 +65,7 @@ def test_a_video_cut_short_is_found_when_it_is_decoded(tmp_path: Path) -> None:
     content = write_video(tmp_path / "a.mkv", 100).read_bytes()
     video = VideoFile(InMemory("cut.mkv", content[: len(content) // 2]))
     assert video.size().num_frames == 100
-    with pytest.raises(UserError, match=r"cut\.mkv: is cut short before 9\.90 s"):
+    with pytest.raises(UserError, match=r"cut\.mkv: is truncated before 9\.90 s"):
         video.load([0, 9.9])
 
 

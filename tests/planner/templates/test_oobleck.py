@@ -219,11 +219,11 @@ def test_limits_on_context_parallelism() -> None:
     assert {s.cp_size for r in plan.modules["language_model"].replicas for s in r.stages} == {2}
     llm = replace(llm, cp_sizes=(8,))
     with pytest.raises(
-        UserError, match=r"of language_model's tp \[1\] and cp \[8\] no two make a stage within a node of 4"
+        UserError, match=r"no tp of \[1\] with a cp of \[8\] gives language_model a stage within a node of 4"
     ):
         oobleck(replace(problem, modules={**problem.modules, "language_model": llm}))
     llm = replace(llm, cp_sizes=(4,), tp_sizes=(2,))
-    with pytest.raises(UserError, match=r"of language_model's tp \[2\] and cp \[4\] no two make a stage within"):
+    with pytest.raises(UserError, match=r"no tp of \[2\] with a cp of \[4\] gives language_model a stage within"):
         oobleck(replace(problem, modules={**problem.modules, "language_model": llm}))
 
 

@@ -285,7 +285,7 @@ def test_latest_passes_over_what_is_damaged(tmp_path: Path, capfd: pytest.Captur
         dist.barrier()
         return found.name, refused(lambda: read_latest(tmp_path))
 
-    expected = ("step_00000002", f"train.resume: of the 3 checkpoints in {tmp_path} none is whole; start again")
+    expected = ("step_00000002", f"train.resume: none of the 3 checkpoints in {tmp_path} is complete; start again")
     assert run_distributed(work, 2) == [expected] * 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 6, "rank 0 alone speaks: twice in the first search, four times in the second"
@@ -314,10 +314,10 @@ def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
     first, second = run_distributed(work, 2)
     assert first == second
     larger, smaller, thawed, other_shape = first
-    assert "is of another model: it has no llm.weights.2; resume" in larger
-    assert "is of another model: it has llm.weights.1, which this one has not" in smaller
+    assert "belongs to another model: it has no llm.weights.2; resume" in larger
+    assert "belongs to another model: it has llm.weights.1, which this one does not have" in smaller
     assert "has no optimizer state of llm.weights.0; it was written while that part was frozen" in thawed
-    assert "is of another model: llm.weights.1 is [5, 5] there and [5, 6] here" in other_shape
+    assert "belongs to another model: llm.weights.1 is [5, 5] there and [5, 6] here" in other_shape
 
 
 def without_last_layer(plan: Plan) -> Plan:

@@ -55,8 +55,8 @@ def test_a_run_that_begins_anew_asks_before_it_deletes(tmp_path: Path) -> None:
     for step in (2, 10):
         checkpoint(tmp_path, step)
     expected = (
-        f"train.output: {tmp_path}/checkpoints has checkpoints up to step_00000010; go on from them by train.resume: "
-        "latest, give another folder, or delete them by --overwrite"
+        f"train.output: {tmp_path}/checkpoints has checkpoints up to step_00000010; continue from them with "
+        "train.resume: latest, give another folder, or delete them with --overwrite"
     )
     assert refusal(output=str(tmp_path)) == expected
     assert refusal(output=str(tmp_path), resume="/elsewhere/step_00000004") == expected
@@ -98,7 +98,7 @@ def test_a_full_disk_says_what_is_saved(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         train(config)
     said = f"train.output: {tmp_path}/metrics.jsonl cannot be written (No space left on device) after step 1"
-    assert f"{said}; no checkpoint was saved; make room or choose another folder" in str(failed.value)
+    assert f"{said}; no checkpoint was saved; free space or choose another folder" in str(failed.value)
 
 
 def test_a_deleted_folder_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,4 +143,4 @@ def test_each_phase_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str
     # The generator's weights have gradients in the second phase only, and half as many images.
     assert backwards["draw"]["image"] > 0.5 * backwards["speak"]["image"]
     assert main(["plan", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "plan.json")]) == 2
-    assert "--out: a file is of one plan; add --set train.only_phase=NAME" in capsys.readouterr().err
+    assert "--out: a file holds one plan; add --set train.only_phase=NAME" in capsys.readouterr().err

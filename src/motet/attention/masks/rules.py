@@ -69,10 +69,12 @@ class AttentionRule:
             raise UserError(f"sink is {self.sink}; it must be positive and needs a window")
         if self.chunk is not None and (self.chunk < 1 or self.window or self.text == "full" or self.media != "causal"):
             raise UserError(
-                f"chunk is {self.chunk}; it must be at least 1 token, and goes with causal attention without a window"
+                f"chunk is {self.chunk}; it must be at least 1 token, and needs causal attention without a window"
             )
         if self.text == "full" and (self.media != "causal" or self.window is not None):
-            raise UserError('text="full" lets all tokens see all; it goes with neither a window nor a rule for media')
+            raise UserError(
+                'text="full" lets all tokens see all; it cannot be combined with a window or a rule for media'
+            )
 
 
 def rule_of_family(model_type: str, *, sliding_window: int | None = None) -> AttentionRule:
@@ -91,7 +93,7 @@ def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
     reaches_back = rule.window is None and rule.chunk is None
     if answers.any() and (not reaches_back or rule.text == "full" or rule.media in ("own_modality", "prefix")):
         raise UserError(
-            "answers that share a question go with no window, chunk, full attention, own_modality or prefix"
+            "answers that share a question cannot be combined with window, chunk, full, own_modality or prefix"
         )
     lengths = layout.stop - layout.start
 
@@ -290,11 +292,11 @@ def rule_named(media_attention: str, window: int | None = None, chunk: int | Non
     if media_attention in get_args(MediaAttention):
         return AttentionRule(media=cast(MediaAttention, media_attention), window=window, chunk=chunk)
     if chunk is not None:
-        raise UserError(f"media_attention: {media_attention} does not know chunks of {chunk} tokens; give causal")
+        raise UserError(f"media_attention: {media_attention} does not support chunks of {chunk} tokens; give causal")
     if media_attention not in _OWN:
         known = ", ".join([*get_args(MediaAttention), *_OWN])
         raise UserError(
-            f"media_attention: {media_attention!r} is not known; give one of {known}, or register_mask it before, in "
+            f"media_attention: {media_attention!r} is not known; give one of {known}, or call register_mask before, in "
             "every process"
         )
     return OwnRule(media_attention, _OWN[media_attention], window)

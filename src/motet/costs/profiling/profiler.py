@@ -291,7 +291,7 @@ def _choose_microbatches(name: str, batch: Batch, options: ProfileOptions) -> li
     """From small to large: at each size, samples spread over the distribution of lengths."""
     able = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
     if not able:
-        raise UserError(f"profile: no sample of the first global batch has anything for {name}; give data that have")
+        raise UserError(f"profile: no sample of the first global batch has an item for {name}; give other data")
     by_length = sorted(able, key=lambda i: batch.samples[i].num_tokens(name))
     chosen = []
     for n in range(options.num_microbatches):

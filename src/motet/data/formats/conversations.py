@@ -36,12 +36,12 @@ class ConversationExamples:
 def read_records(file: Path, limits: FileLimits) -> Iterator[tuple[str, Any]]:
     """Yields (file and line, or file and index in the list; record). Raises `UserError`."""
     if file.exists() and not file.is_file():
-        raise UserError(f"{file}: is no file that ends; give a file of JSON lines")
+        raise UserError(f"{file}: is not a regular file; give a file of JSON lines")
     try:
         if file.stat().st_size > limits.records_bytes:
             raise UserError(
-                f"{file}: has {file.stat().st_size} bytes; cut it into several files, or give more than "
-                f"data.limits.records_bytes: {limits.records_bytes}"
+                f"{file}: has {file.stat().st_size} bytes; split it into several files, or raise "
+                f"data.limits.records_bytes ({limits.records_bytes})"
             )
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -118,8 +118,8 @@ def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -
         side = (1 if is_sound else LATENT_SIDE) * graph.modules[name].workload.config.get("patch_size", 1)
         if image.height % side or image.width % side:
             raise UserError(
-                f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {side}, which a place "
-                "of the generator stands for"
+                f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {side}, the "
+                "side of one patch of the generator"
             )
         rows, columns = image.height // side, image.width // side
         latents[name] = tuple(Segment(rows * columns, item=i, grid=(rows, columns)) for i in range(image.count))

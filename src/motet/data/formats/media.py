@@ -73,8 +73,8 @@ class ImageFile:
             height, width = image.height, image.width
         if height * width > self.limits.image_pixels:
             raise UserError(
-                f"{self.path}: has {height} x {width} pixels; replace the image, or give more than "
-                f"data.limits.image_pixels: {self.limits.image_pixels}"
+                f"{self.path}: has {height} x {width} pixels; replace the image, or raise "
+                f"data.limits.image_pixels ({self.limits.image_pixels})"
             )
         return height, width
 
@@ -120,17 +120,17 @@ class SoundFile:
         if not header.frames:
             raise UserError(f"{self.path}: is an empty clip; replace the file, or leave it out")
         if not 1 <= header.samplerate <= MOST_HZ:
-            raise UserError(f"{self.path}: has {header.samplerate} samples in a second; replace the clip")
+            raise UserError(f"{self.path}: has {header.samplerate} samples per second; replace the clip")
         seconds, samples = header.frames / header.samplerate, header.frames * header.channels
         if seconds > self.limits.audio_s:
             raise UserError(
-                f"{self.path}: lasts {seconds:.6g} s; replace the clip, or give more than data.limits.audio_s: "
-                f"{self.limits.audio_s:g}"
+                f"{self.path}: lasts {seconds:.6g} s; replace the clip, or raise data.limits.audio_s "
+                f"({self.limits.audio_s:g})"
             )
         if max(samples, header.frames * RESAMPLED_HZ / header.samplerate) > self.limits.audio_samples:
             raise UserError(
-                f"{self.path}: has {samples} samples, {seconds:.6g} s; replace the clip, or give more than "
-                f"data.limits.audio_samples: {self.limits.audio_samples}"
+                f"{self.path}: has {samples} samples, {seconds:.6g} s; replace the clip, or raise "
+                f"data.limits.audio_samples ({self.limits.audio_samples})"
             )
         self._check_length()
         return header.frames, header.samplerate
@@ -145,7 +145,7 @@ class SoundFile:
                 return
             length = file.seek(0, os.SEEK_END)
         if length < told:
-            raise UserError(f"{self.path}: is cut short, {length} of {told} bytes; replace the clip")
+            raise UserError(f"{self.path}: is truncated, {length} of {told} bytes; replace the clip")
 
     def load(self) -> np.ndarray:
         """Raises `UserError` if it cannot be decoded, or is shorter than its header says."""
@@ -155,9 +155,9 @@ class SoundFile:
         except (soundfile.SoundFileError, OSError) as error:
             raise UserError(f"{self.path}: cannot be decoded ({error}); replace the clip") from None
         if len(samples) != self.size()[0]:
-            raise UserError(f"{self.path}: holds {len(samples)} of {self.size()[0]} samples; replace the clip")
+            raise UserError(f"{self.path}: has only {len(samples)} of {self.size()[0]} samples; replace the clip")
         if not np.isfinite(samples).all():
-            raise UserError(f"{self.path}: holds samples that are not finite numbers; replace the clip")
+            raise UserError(f"{self.path}: has samples that are not finite numbers; replace the clip")
         return samples.mean(axis=1)
 
     def _check_presence(self) -> None:

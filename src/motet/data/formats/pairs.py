@@ -70,7 +70,7 @@ def _example(
         needed = " or ".join(f"{first} and {second}" for first, second in dict.fromkeys(pairs))
         raise UserError(f"{where}: has {' and '.join(given) or 'nothing'} to be compared; give {needed}")
     if "text" in given and not is_text(record["text"]):
-        raise UserError(f"{where}: text: holds half of a character (an unpaired surrogate); correct the text")
+        raise UserError(f"{where}: text: contains an unpaired surrogate, which is not a character; correct the text")
     try:
         media = {kind: (reader.open(kind, record[kind], kind, where),) for kind in given if kind != "text"}
     except UserError as error:

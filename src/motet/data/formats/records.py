@@ -226,7 +226,7 @@ class _Conversation:
         if not isinstance(text, str):
             raise UserError(f"{key}: is {_short(text)}; give a text")
         if not is_text(text):
-            raise UserError(f"{key}: holds half of a character (an unpaired surrogate); correct the text")
+            raise UserError(f"{key}: contains an unpaired surrogate, which is not a character; correct the text")
         if self._listed["video"] and not self._listed["image"]:
             text = text.replace(PLACEHOLDERS["image"], PLACEHOLDERS["video"])
         for modality in placeholders_in(text):

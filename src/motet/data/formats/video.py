@@ -70,7 +70,9 @@ class VideoFile:
         file ends before the last of them."""
         with self._opened() as (container, stream):
             if len(times_s) and self._size.duration_s < times_s[-1]:
-                raise UserError(f"{self.path}: lasts {self._size.duration_s:.2f} s, so it has no {times_s[-1]:.2f} s")
+                raise UserError(
+                    f"{self.path}: lasts {self._size.duration_s:.2f} s, so it has no frame at {times_s[-1]:.2f} s"
+                )
             return list(self._frames(container, stream, times_s))
 
     def _frames(self, container: Any, stream: Any, times_s: Sequence[float]) -> Iterator[Image.Image]:
@@ -90,7 +92,7 @@ class VideoFile:
             while coming is not None and coming.time - start_s <= time_s + TOLERANCE_S:
                 shown, coming = coming, next(frames, None)
             if shown is None or (coming is None and time_s - (shown.time - start_s) > LAST_FRAME_S):
-                raise UserError(f"{self.path}: is cut short before {time_s:.2f} s; replace the video")
+                raise UserError(f"{self.path}: is truncated before {time_s:.2f} s; replace the video")
             image = shown.to_image()
             yield image.rotate(shown.rotation, expand=True) if round(shown.rotation) % 360 else image
 

@@ -75,7 +75,7 @@ class Connection:
                 isinstance(size, int) and size > 0 and split in facts["contents"]
                 for split, size in facts["sizes"].items()
             ):
-                raise ValueError("sizes that are none")
+                raise ValueError("sizes that are not positive")
             return facts
 
     def answers(self, request: Request, take: Take[T]) -> Iterator[list[T]]:

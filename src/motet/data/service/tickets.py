@@ -129,9 +129,9 @@ class Ticket:
             raise ValueError("a ticket has split, indices and module")
         split, indices, module = values["split"], values["indices"], values["module"]
         if split not in get_args(Split) or not (module is None or isinstance(module, str)):
-            raise ValueError("a ticket is of train or held_out, and of one module or none")
+            raise ValueError("a ticket's split is train or held_out, and its module a name or null")
         if not isinstance(indices, list) or any(type(i) is not int or i < 0 for i in indices):
-            raise ValueError("a ticket's indices are whole numbers from 0 on")
+            raise ValueError("a ticket's indices are whole numbers of at least 0")
         return cls(split, tuple(indices), module)
 
 

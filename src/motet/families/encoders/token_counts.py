@@ -277,7 +277,7 @@ def modality_of(config: Config) -> str:
         return _OWN_MODALITIES[_model_type(config)]
     if reads_text(config):
         raise UserError(
-            f"encoder: {_model_type(config)} reads text; it can be a tower, but no language model's encoder"
+            f"encoder: {_model_type(config)} reads text; it can be a tower, but not an encoder of a language model"
         )
     return "audio" if _GRID_FROM.get(_model_type(config)) == "num_mel_frames" else "image"
 

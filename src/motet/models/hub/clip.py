@@ -119,9 +119,9 @@ def read_projection(part: TowerConfig, family: str, projector: nn.Module | None,
         return
     if stored.shape != projector.weight.shape:
         raise UserError(
-            f"{where}.projector: the stored {key} makes features of {len(stored)}, but they are "
+            f"{where}.projector: the stored {key} is {len(stored)} wide, but the features are "
             f"{projector.out_features} wide; set model.contrastive.width to {len(stored)}, or give linear or mlp, "
-            "which are drawn"
+            "which start with random weights"
         )
     projector.weight.copy_(stored)
 

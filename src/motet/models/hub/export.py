@@ -600,7 +600,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is damaged ({error}); export the model again") from None
     if not is_known:
-        raise UserError(f"{path}: is of another format; export the model again")
+        raise UserError(f"{path}: has another format; export the model again")
     return manifest
 
 

@@ -102,7 +102,9 @@ def llava_config(description: ModelDescription) -> LlavaConfig:
             f"LLaVA needs one within the vocabulary of {vocabulary}"
         )
     if getattr(text, "cross_attention_layers", None) or getattr(text, "final_logit_softcapping", None):
-        raise UserError(f"llava: the language model is a {text.model_type} as LLaVA has none; use export_parts")
+        raise UserError(
+            f"llava: LLaVA does not support a {text.model_type} like this as language model; use export_parts"
+        )
     drops_class_token = encoder.feature_select == "patch" and HAS_CLASS_TOKEN[family]
     return LlavaConfig(
         vision_config=encoder.config,

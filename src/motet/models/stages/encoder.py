@@ -97,7 +97,7 @@ class EncoderStage(nn.Module):
         self._runs_head = feature_layer is None
         self._pooling = getattr(modality_module, "pooling", None)
         if self._pooling is not None and self.family.pool is None:
-            raise UserError(f"towers: {self.family.model_class} has no features of a whole item; take another encoder")
+            raise UserError(f"towers: {self.family.model_class} has no pooled output; use another encoder")
         self._is_last = layers[1] == num_layers
         projector = modality_module.projector
         self._preprocess = modality_module.preprocess_callback

@@ -141,8 +141,8 @@ class LanguageModelStage(CausalStage):
         unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_ATTENTION
         if unknown:
             raise UserError(
-                f"parallel: {self.name} has layers of {min(unknown)}, whose masks context parallelism and "
-                "media_attention do not know; use cp 1 and media_attention causal"
+                f"parallel: {self.name} has layers of {min(unknown)}, which context parallelism and "
+                "media_attention do not support; use cp 1 and media_attention causal"
             )
         method = "ulysses" if cp.options.method in ("ulysses", "hybrid") else "context_parallel"
         check_feature(config, method, "use cp 1 and media_attention causal")
@@ -161,7 +161,7 @@ class LanguageModelStage(CausalStage):
         try:
             if how == "varlen" and self.module.config.model_type in WITH_OTHER_MASKS:
                 raise UserError(
-                    f"parallel.packed_attention: varlen knows no sinks or chunks, which {self.name} has; use sdpa"
+                    f"parallel.packed_attention: varlen does not support the sinks or chunks of {self.name}; use sdpa"
                 )
             self._check_own_attention(alone)
         except UserError:

@@ -98,9 +98,9 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
     placed = (*problem.towers, *decoders(problem))
     others = [name for name in problem.modules if name not in placed and name != loss]
     if loss is None or not problem.towers:
-        raise UserError("parallel: the model has no contrastive towers; take another planner")
+        raise UserError("parallel: the model has no contrastive towers; use another planner")
     if others:
-        raise UserError(f"parallel: {', '.join(others)} beside the towers has no place in this layout; leave it out")
+        raise UserError(f"parallel: {', '.join(others)} is not supported beside towers in this layout; leave it out")
     for name in placed:
         if name not in layouts:
             raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")

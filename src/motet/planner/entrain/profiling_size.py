@@ -96,8 +96,8 @@ def stable_profiling_size(
             return ProfilingSize(size, reference, num_tests, num_batches)
         size *= 2
     raise UserError(
-        f"no batch of up to {largest_size} samples leads to a stable allocation of devices; the modules' shares lie "
-        "where it changes, so that either allocation will do"
+        f"no batch of up to {largest_size} samples leads to a stable allocation of devices; the modules' shares are "
+        "between two allocations, and either allocation will do"
     )
 
 

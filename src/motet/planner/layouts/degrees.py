@@ -31,7 +31,7 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         stages += f" with virtual_stages {degrees.virtual_stages}"
         if degrees.pp == 1:
             raise UserError(
-                f"parallel: {name}.virtual_stages is {degrees.virtual_stages}, but pp is 1, where they bring nothing; "
+                f"parallel: {name}.virtual_stages is {degrees.virtual_stages}, but has no effect with pp 1; "
                 "give 1, or a larger pp"
             )
     if degrees.num_stages > workload.num_layers:
@@ -56,8 +56,8 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         _check_context(problem, name, degrees)
     if degrees.fully_sharded and degrees.cp * degrees.sharded_replicas == 1:
         raise UserError(
-            f"parallel: {name}.fully_sharded: nobody shares the parameters, as cp and the number of replicas that do "
-            "are 1; give a larger dp or cp, or leave fully_sharded out"
+            f"parallel: {name}.fully_sharded: no ranks share the parameters, because cp and sharded_replicas are 1; "
+            "give a larger dp or cp, or leave fully_sharded out"
         )
 
 

@@ -249,8 +249,8 @@ def best_combinations(
         check_num_microbatches(total, failures + 1)
     if not found:
         raise UserError(
-            f"no {failures + 1} or more pipelines of {sizes[0]} to {sizes[-1]} nodes, with a microbatch each of the "
-            f"{total}, use exactly {num_nodes} nodes; give another number of nodes, or more microbatches"
+            f"{num_nodes} nodes cannot be divided into {failures + 1} or more pipelines of {sizes[0]} to {sizes[-1]} "
+            f"nodes, each with one of {total} microbatches; give another number of nodes, or more microbatches"
         )
     return found
 

@@ -55,8 +55,8 @@ def mapping_problems(problem: PlanningProblem, *, fully_sharded: Collection[str]
     for each, found in [*encoders.items(), (name, chains)]:
         if not found:
             raise UserError(
-                f"parallel.limits: of {each}'s tp {list(problem.modules[each].tp_sizes)} and cp "
-                f"{list(problem.modules[each].cp_sizes)} no two make a stage within a node of "
+                f"parallel.limits: no tp of {list(problem.modules[each].tp_sizes)} with a cp of "
+                f"{list(problem.modules[each].cp_sizes)} gives {each} a stage within a node of "
                 f"{problem.cluster.devices_per_node} devices that leaves each rank some tokens; allow smaller ones"
             )
     return [

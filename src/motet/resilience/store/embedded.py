@@ -207,8 +207,8 @@ class StoreProcess(AbstractContextManager["StoreProcess"]):
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no host can have this name"
             raise UserError(
-                f"--listen: {address_text(listen)} cannot be listened at ({why}); give an address of this machine and "
-                "a free port"
+                f"--listen: {address_text(listen)} cannot be used as an address ({why}); give an address of this "
+                "machine and a free port"
             ) from None
         self.address: Address = (listen[0], self._listener.getsockname()[1])
         self._process: BaseProcess | None = None

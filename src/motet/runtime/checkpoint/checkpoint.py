@@ -90,8 +90,8 @@ def write_checkpoint(
         if partial is not None:
             on_first_rank(None, lambda: checkpoint_folder.abandon(partial), group)
         raise UserError(
-            f"train.output: the checkpoint {final} cannot be written ({error.strerror or error}); make room or choose "
-            "another folder, and go on with train.resume: latest"
+            f"train.output: the checkpoint {final} cannot be written ({error.strerror or error}); free space or choose "
+            "another folder, and continue with train.resume: latest"
         ) from error
     return final
 
@@ -140,7 +140,9 @@ def read_latest(folder: Path) -> tuple[Path, TrainingState] | None:
         except UserError as error:
             _tell(f"{str(error).partition(';')[0]}; trying the checkpoint before it")
     if checkpoints:
-        raise UserError(f"train.resume: of the {len(checkpoints)} checkpoints in {folder} none is whole; start again")
+        raise UserError(
+            f"train.resume: none of the {len(checkpoints)} checkpoints in {folder} is complete; start again"
+        )
     return None
 
 
@@ -242,8 +244,8 @@ def _check_model(checkpoint: Path, stored: Shapes, wanted: dict[str, Tensor]) ->
     unwanted = {name for name in stored if name.startswith(MODEL)}.difference(*names)
     if unwanted:
         raise UserError(
-            f"train.resume: {checkpoint} is of another model: it has {min(unwanted).removeprefix(MODEL)}, which this "
-            "one has not; resume the run file that wrote it"
+            f"train.resume: {checkpoint} belongs to another model: it has {min(unwanted).removeprefix(MODEL)}, which "
+            "this one does not have; resume with the run file that wrote it"
         )
 
 
@@ -280,7 +282,7 @@ def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
                 "that part was frozen, so freeze it or start again"
             )
         raise UserError(
-            f"train.resume: {checkpoint} is of another model: {difference}; resume the run file that wrote it"
+            f"train.resume: {checkpoint} belongs to another model: {difference}; resume with the run file that wrote it"
         )
 
 

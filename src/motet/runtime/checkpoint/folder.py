@@ -170,7 +170,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         manifest = Manifest.from_json((checkpoint / MANIFEST).read_text())
         if _NAME.fullmatch(checkpoint.name) and manifest.state.step != step_of(checkpoint):
-            raise ValueError(f"it is of step {manifest.state.step}")
+            raise ValueError(f"it states step {manifest.state.step}")
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
@@ -317,8 +317,8 @@ def check_same_computation(checkpoint: object, saved: Values, now: Values) -> No
     for key in _differing(saved, now):
         if not _is_training_key(key):
             raise UserError(
-                f"train.resume: {checkpoint} is of another model: {key} is {json.dumps(saved[key])} there and "
-                f"{json.dumps(now[key])} here; resume the run file that wrote it"
+                f"train.resume: {checkpoint} belongs to another model: {key} is {json.dumps(saved[key])} there and "
+                f"{json.dumps(now[key])} here; resume with the run file that wrote it"
             )
 
 

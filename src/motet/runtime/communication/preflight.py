@@ -60,7 +60,7 @@ def _try_link(link: Link, group: dist.ProcessGroup | None, mesh: Mesh, device: t
     except RuntimeError as error:
         raise StepFailedError(f"{name} failed: {error}") from error
     if probe[0].item() != sender:
-        raise StepFailedError(f"{name} brought other bytes than were sent")
+        raise StepFailedError(f"{name} received other bytes than were sent")
 
 
 def _try_group(
@@ -78,7 +78,7 @@ def _try_group(
     if ones != len(ranks):
         raise StepFailedError(f"{where} summed ones to {ones}")
     if digests != digest * len(ranks):
-        raise StepFailedError(f"{where} would launch other collectives here than elsewhere: {launches}")
+        raise StepFailedError(f"{where} would launch other collectives here than on other ranks: {launches}")
 
 
 def check_memory(forecast_bytes: Sequence[int], device: torch.device, limit_bytes: float | None) -> None:

@@ -76,8 +76,8 @@ def _check_checkpoints(settings: TrainConfig, folder: Path) -> None:
         return
     if not settings.overwrite or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         raise UserError(
-            f"train.output: {folder} has checkpoints up to {later[-1].name}; go on from them by train.resume: latest, "
-            "give another folder, or delete them by --overwrite"
+            f"train.output: {folder} has checkpoints up to {later[-1].name}; continue from them with train.resume: "
+            "latest, give another folder, or delete them with --overwrite"
         )
     print(f"deleting {', '.join(path.name for path in later)} in {folder} (--overwrite)", file=sys.stderr, flush=True)
     delete_checkpoints(later)

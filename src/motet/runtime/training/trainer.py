@@ -269,8 +269,8 @@ class Trainer:
             last = self.last_checkpoint
             saved = "no checkpoint was saved" if last is None or not last.exists() else f"the last checkpoint is {last}"
             raise UserError(
-                f"train.output: {error} after step {self.finished_steps}; {saved}; make room or choose another "
-                "folder, and go on with train.resume"
+                f"train.output: {error} after step {self.finished_steps}; {saved}; free space or choose another "
+                "folder, and continue with train.resume"
             ) from error
         finally:
             progress.close()

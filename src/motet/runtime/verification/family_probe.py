@@ -104,8 +104,8 @@ def config_of(model: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{model}: is not a model_type of transformers {transformers.__version__}, and its configuration could not "
-            f"be had ({_first_line(error)}); give a folder, a hub id or a model_type such as llama"
+            f"{model}: is not a model_type of transformers {transformers.__version__}, and its configuration cannot "
+            f"be loaded ({_first_line(error)}); give a folder, a hub id or a model_type such as llama"
         ) from None
 
 
