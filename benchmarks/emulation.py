@@ -3,7 +3,7 @@
 More ranks than a machine has cores can then run a plan in real time: program, messages, reductions and their waiting
 are real; only the computation is not. Tensors between stages and summed gradients have their real sizes, their values
 are zeros. Gradients of parameters are left out of the backward pass: a reduction zero-fills them and sends as many
-bytes as ever. A layer that nobody else holds keeps a parameter of one element, because no one sends it.
+bytes as usual. A layer that no other rank holds keeps a parameter of one element, because it is never sent.
 
 A contrastive loss is computed, of features that are zeros: it is small, and its exchange is real.
 

@@ -1,4 +1,4 @@
-"""Encoders of one's own and a language model, in a training loop of one's own.
+"""Two encoders written here and a language model, in a hand-written training loop.
 
     torchrun --nproc_per_node=4 examples/train_own_encoders.py
 

@@ -1,4 +1,4 @@
-"""Generates docs/api.md from docstrings: what `motet` exports, and the interfaces that `papers/` is built on."""
+"""Generates docs/api.md from docstrings: the names that `motet` exports, and the interfaces that `papers/` uses."""
 
 import ast
 import importlib
@@ -47,13 +47,13 @@ GROUPS = {
 }  # fmt: skip
 
 QUOTE = "'"
-"""Of types that are written as strings."""
+"""Quote around types that are written as strings."""
 
 INTERFACES = """\
-## Interfaces for systems of your own
+## Interfaces for your own systems
 
-The comparisons with the papers' published numbers in `papers/` are built on these names alone; a planner, a schedule
-or a study of your own can be, too. None begins with an underscore (a test checks it).
+The comparisons with the papers' published numbers in `papers/` use only these names, so your own planner, schedule or
+study can be built on them too. No name begins with an underscore (a test checks this).
 """
 
 

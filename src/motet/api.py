@@ -1,4 +1,4 @@
-"""Functions over run files, which the commands of the same names call: profile, make_plan, simulate, verify, train.
+"""The commands as functions over run files: profile, make_plan, simulate, verify, train.
 
 Each takes the path of a run file, or a `RunConfig`, and overrides such as `"train.steps=10"`, and raises `UserError`
 in one line where the run file or a plan is wrong. torch is imported only by `profile`, `verify` and `train`.
@@ -44,14 +44,14 @@ MIN_START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan with what one iteration of it is predicted to take."""
+    """A plan with the predicted time and memory of one iteration."""
 
     evaluation: "Evaluation"
     """Program, costs and simulated result."""
     report: Mapping[str, Any]
     """The JSON of `motet plan` or `motet simulate`."""
     choice: "Choice | None" = None
-    """The comparison of planners, where `parallel.planner` is `auto`."""
+    """The comparison of planners, if `parallel.planner` is `auto`."""
 
     @property
     def plan(self) -> Plan:
@@ -80,10 +80,10 @@ class Prediction:
 
 
 def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
-    """Measures what each layer costs on this machine, on as many processes as the run file has devices.
+    """Measures the costs of each layer on this machine, on as many processes as the run file has devices.
 
-    Modules are measured at the tensor-parallel sizes that `parallel.explicit` asks for. `CostTable.to_json` is what
-    `cluster.costs` names.
+    Modules are measured at the tensor-parallel sizes of `parallel.explicit`. Write `CostTable.to_json` to a file and
+    name it in `cluster.costs`.
     """
     set_environment()
     config = _config(run, overrides)
@@ -134,9 +134,9 @@ def make_plan(
     """Lays the model out by the planner that the run file names, and predicts an iteration.
 
     Args:
-        budget_s: with planner `auto`, seconds after which its search ends with the best plan so far, as it does when
-            interrupted (Ctrl-C).
-        progress: called with a line for every better plan that `auto` finds.
+        budget_s: with planner `auto`, seconds after which the search ends with the best plan so far, as it does on an
+            interrupt (Ctrl-C).
+        progress: called with a line of text for every better plan that `auto` finds.
     """
     config = _config(run, overrides)
     from motet.planner.evaluate import evaluate
@@ -176,12 +176,12 @@ def simulate(
     seed: int = 0,
     shares_cards: bool = False,
 ) -> Prediction:
-    """Predicts an iteration of a plan, made by the run file's planner where none is given.
+    """Predicts an iteration of a plan. If none is given, the run file's planner makes one.
 
     Args:
-        straggler_factors: how many times as long the computations of a rank take, by rank.
-        jitter: share by which computations take longer on average, at random.
-        seed: seeds the jitter.
+        straggler_factors: by rank, the factor by which its computations take longer.
+        jitter: mean share by which computations take longer, at random.
+        seed: seed of the jitter.
         shares_cards: whether messages that leave a node share its network cards.
     """
     config = _config(run, overrides)
@@ -206,7 +206,7 @@ def verify(
     run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None = None, steps: int = 0
 ) -> dict[str, Any]:
     """Compares loss and every gradient under the plan with the same model in one process of plain transformers.
-    `steps`: compares the weights after so many steps of the optimizer, too.
+    `steps`: if it is not 0, also compares the weights after this number of optimizer steps.
 
     Returns the JSON of `motet verify`; `passed` says whether they are equal. Starts its own processes; under torchrun
     it joins those, and the result is empty on all ranks but the first.
@@ -245,8 +245,9 @@ def train(
     empty on all ranks but the first. A plan that does not fit is refused before any process is started.
 
     Args:
-        listen: with `train.failures`: host and port, or the place in etcd, at which nodes of other machines join.
-        store: with `train.failures`: the place in etcd where the nodes of this machine agree; None: a process does it.
+        listen: with `train.failures`: host and port, or a name in etcd, through which nodes of other machines join.
+        store: with `train.failures`: the name in etcd through which the nodes of this machine agree; None: they agree
+            through a process of this machine.
     """
     set_environment()
     whole = _read(run, overrides)

@@ -169,9 +169,9 @@ class Plan:
     modules: Mapping[str, ModulePlan]
     edges: tuple[Edge, ...]
     num_microbatches: int
-    """Per replica of every module, unless an assignment says otherwise."""
+    """Number of microbatches per replica of every module, unless an assignment chooses another number."""
     replica_microbatches: tuple[int, ...] = ()
-    """Number of microbatches of replica 0, 1, ... of every module, where unlike pipelines get unequal shares of the
+    """Number of microbatches of replica 0, 1, ... of every module, if unequal pipelines get unequal shares of the
     batch; (): `num_microbatches` each."""
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
@@ -184,10 +184,10 @@ class Plan:
     recompute: tuple[str, ...] = ()
     """Modules whose activations are recomputed in the backward pass: `name`, or `name:kind` (`motet.recomputation`)."""
     recompute_features: tuple[str, ...] = ()
-    """Towers whose forward keeps no graph: the backward runs it again, from the stage's input (DistMM 5.4: batches
+    """Towers whose forward keeps no graph: the backward runs it again from the stage's input (DistMM 5.4, for batches
     that are too large for the graphs of all microbatches between two batch-syncs)."""
     zero1: bool = False
-    """The optimizer's state is sharded over the replicas, also where the run file does not say so."""
+    """Whether the optimizer's state is sharded over the replicas, whatever the run file says."""
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -205,13 +205,13 @@ class Plan:
                     yield name, r, s, stage
 
     def num_microbatches_of(self, name: str) -> int:
-        """Per replica of the module."""
+        """Number of microbatches per replica of the module."""
         own = self.modules[name].num_microbatches
         return self.num_microbatches if own is None else own
 
     @cached_property
     def loss_module(self) -> str | None:
-        """The module that contrasts towers, if there is one."""
+        """Name of the contrastive loss, if there is one."""
         return next((name for name, module in self.modules.items() if module.kind == "loss"), None)
 
     def stages_of_rank(self, rank: int) -> list[tuple[str, int, int, Stage]]:

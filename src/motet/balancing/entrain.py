@@ -15,7 +15,7 @@ Deviations:
   lightest at both ends.
 * Line 4 leaves open where high LLM work begins: here the coarse samples are those that together do half of it.
 * Of an odd number of microbatches the middle one stays alone, at the end.
-* Without encoder work, greedy assignment goes by LLM work: there is nothing else to balance.
+* Without encoder work, greedy assignment balances LLM work: there is nothing else to balance.
 * `evenly_on_both` is our replica rule. The thesis' (`by_encoder_then_llm`) tracks LLM work only.
 
 Where modules have unequal numbers of replicas, what is said of a replica here is said of a share of the batch, and each

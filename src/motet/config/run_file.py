@@ -388,11 +388,11 @@ class RunConfig(Section):
                 raise ValueError(
                     f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
                     "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
-                    "train.failures out: after a failure, train.resume: latest goes on from the checkpoint"
+                    "train.failures out: after a failure, train.resume: latest resumes from the checkpoint"
                 )
 
     def _check_experts(self) -> None:
-        """Refuses distributed experts where they are not shown to be right."""
+        """Refuses distributed experts for parts and features with which they have not been verified."""
         for name, layout in self.parallel.explicit.items():
             key = f"parallel.explicit.{name}.ep"
             if layout.ep > 1 and name != LANGUAGE_MODEL:

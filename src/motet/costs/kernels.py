@@ -51,7 +51,8 @@ class KernelShape:
     leaves_layer: bool = False
     """It computes the gradient of the layer's own input, which is not needed if everything before is frozen."""
     in_attention: bool = False
-    """A recomputed attention runs it again: all of its forward but the output's linear, whose result nobody saves."""
+    """Whether a recomputed attention runs it again: all of its forward except the output's linear layer, whose result
+    is not saved."""
 
     def at(self, load: Load) -> Kernel:
         return Kernel(self.name, self.kind, self.flops.seconds(load), self.num_bytes.seconds(load), self.collective)

@@ -1,7 +1,7 @@
 """The share of a layer's forward that its backward repeats, and the copies of offloaded activations.
 
 A recomputed block repeats its whole forward. A recomputed attention repeats its linears and its products, but not the
-linear of its output, whose result nobody saves: its share of a forward's seconds is taken to be its share of the FLOPs,
+linear of its output, whose result is not saved: its share of a forward's seconds is taken to be its share of the FLOPs,
 by term, so that measured costs of whole layers have it, too.
 
 What an offloaded block saves travels to the host while the block computes, and back while the block behind it has its

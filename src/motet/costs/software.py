@@ -1,4 +1,4 @@
-"""Software profiles: what a training stack takes beside its matrix products.
+"""Software profiles: the overheads of a training stack beside its matrix products.
 
 Two stacks on the same device differ in the attention kernel that they call, in how often norms, residuals and
 activation functions go through memory, and in how far they hide collectives behind computation. `motet` is the profile

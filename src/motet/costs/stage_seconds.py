@@ -425,7 +425,7 @@ def token_exchange(
 ) -> Quadratic:
     """Seconds in which tokens travel to the ranks of their experts and back, as a function of one rank's load.
 
-    Tokens are assumed to choose experts evenly, but for the busiest rank (`EXPERT_IMBALANCE`)."""
+    Tokens are assumed to choose experts evenly, except on the busiest rank (`EXPERT_IMBALANCE`)."""
     if module.replicas_sharing_experts == 1 or not layer.experts_per_token or not layer.runs:
         return ZERO
     ranks = next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)

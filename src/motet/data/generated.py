@@ -1,4 +1,4 @@
-"""How images and sounds that a generator is to make are laid out: query tokens at their placeholders, and latents.
+"""Layouts of the images and sounds that a generator makes: query tokens at their placeholders, and latents.
 
 A conversation names images under `generate`, with `<generate>` in the text where each is to be drawn, and sounds under
 `generate_audio`. Images are taken at their own size: height and width are multiples of the generator's patch. Their

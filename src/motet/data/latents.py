@@ -1,4 +1,4 @@
-"""Latents of images by a frozen AutoencoderKL of diffusers, made where samples are prepared.
+"""Latents of images by a frozen AutoencoderKL of diffusers, computed when samples are prepared.
 
 The autoencoder says for each image a mean and a standard deviation of its latents; both are kept on disk under the hash
 of the pixels and of the autoencoder's weights, so an image is encoded once for all epochs, runs and processes. What is
@@ -94,7 +94,7 @@ def _digest(folder: Path) -> bytes:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """In one step, so that nobody reads half of it. A folder that cannot be written is left alone."""
+    """Writes atomically, so that no process reads an incomplete file. Does nothing if the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:

@@ -28,17 +28,17 @@ def register_encoder(
     prepare: Callable[[Any], Any] | None = None,
     suffixes: Sequence[str] = (),
 ) -> Any:
-    """Makes a class of torch modules known as encoders. Without `module_class`, a decorator of the class.
+    """Registers a class of torch modules as encoders. Without `module_class`, returns a decorator for the class.
 
     Args:
         module_class: its forward takes [items, *shape of an item] and returns [items, tokens, width] or [items, width].
         modality: "image", "audio", or a name of your own: the key of records, and `<name>` in their text.
         example: the shape of a typical item, for which plans are made.
-        feature: key of a batch under which its items stand; None: the modality's name.
-        load: of a modality of your own: (path or binary file) -> array or tensor; None: reads .npy files.
-        prepare: (media) -> the item as a tensor, where `media.load()` and `media.size()` give what
-            `motet.data.example.Media` says of the modality; None: `media.load()` as it is.
-        suffixes: of a modality of your own: of its members in WebDataset shards.
+        feature: key of its items in a batch; None: the modality's name.
+        load: for your own modality: (path or binary file) -> array or tensor; None: reads .npy files.
+        prepare: (media) -> the item as a tensor; `motet.data.example.Media` describes `media.load()` and
+            `media.size()` of each modality. None: returns `media.load()` unchanged.
+        suffixes: for your own modality: suffixes of its members in WebDataset shards.
     """
     if module_class is None:
         return lambda given: register_encoder(

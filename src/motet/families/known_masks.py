@@ -1,4 +1,4 @@
-"""Answers what transformers asks of masks and positions from what the host knows already.
+"""Answers transformers' queries about masks and positions from values that the host already has.
 
 transformers makes masks on the device and looks at their values to see whether they are needed: the host would wait for
 the device. Where a mask is handed over here it is needed, and which samples share a row is known from their lengths.

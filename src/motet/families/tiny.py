@@ -1,4 +1,4 @@
-"""Tiny versions of a transformers configuration, for probes and tests: everything of the family, nothing of its size.
+"""Tiny versions of a transformers configuration, for probes and tests, with all features of the family in small sizes.
 
 The user's own configuration keeps its flags, activations, norms and kinds of layers. Sizes become small, lists of one
 entry a layer keep each kind of layer, thresholds (attention windows, lengths at which rotary positions scale) become

@@ -345,7 +345,7 @@ def _count_placeholders(
     if name not in llm.placeholder_token_ids:
         if items.segments:
             raise UserError(
-                f"placeholder_token_ids: {name} is missing; give the id of the token in whose places its outputs stand"
+                f"placeholder_token_ids: {name} is missing; give the id of the token that marks where its outputs go"
             )
         return [0] * len(texts)
     token = llm.placeholder_token_ids[name]

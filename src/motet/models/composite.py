@@ -1,4 +1,4 @@
-"""The nodes of a model of several modalities: its encoders and its language model, each with the weights of its own."""
+"""The nodes of a model of several modalities: its encoders and its language model, each with its own weights."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -45,12 +45,12 @@ class ContrastiveModule(ModuleGraph):
 
     Args:
         towers: by name, each a `ModalityModule` or an encoder that needs no projector.
-        loss: "softmax" (CLIP), "sigmoid" (SigLIP), or a `ContrastiveLoss` with values of your own.
-        width: of the features; None: that of the towers whose projector or encoder determines it.
-        anchor: the tower that each other one is compared with; None: all pairs.
-        seed: of projectors given by name.
-        decoder: captions the items of one of the towers; None: there is none.
-        loss_weight: of the contrastive loss.
+        loss: "softmax" (CLIP), "sigmoid" (SigLIP), or a `ContrastiveLoss` with your own initial values.
+        width: width of the features; None: that of the towers whose projector or encoder determines it.
+        anchor: the tower that all others are compared with; None: all pairs are compared.
+        seed: seed of projectors given by name.
+        decoder: a decoder that captions the items of one of the towers; None: none.
+        loss_weight: weight of the contrastive loss.
     """
 
     def __init__(

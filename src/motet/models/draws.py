@@ -1,4 +1,4 @@
-"""Random draws of the training of generators: latents, noise, time steps, and who gets the null condition.
+"""Random draws of the training of generators: latents, noise, time steps, and the choice of null conditions.
 
 Each is a function of a key (seed and step), the generator, the sample, the image in it and what is drawn, and of
 nothing else: not of ranks, microbatches, their order or the dtype. So the loss is the same under every plan and after a

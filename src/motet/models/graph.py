@@ -64,20 +64,20 @@ Layouts = Mapping[str, tuple[Segment, ...]]
 
 
 class ModalityModule(nn.Module):
-    """A HuggingFace module, the projector behind it and the callbacks around both.
+    """A HuggingFace module with its projector and callbacks.
 
     Args:
-        model: an encoder of a supported family or of a class of your own (`motet.register_encoder`), or a causal
-            language model.
-        projector: "linear", "mlp", a module of your own, or None. A named one is built when the graph is made and the
-            width of its output is known. `proj` is the papers' name for the same.
+        model: an encoder of a supported family or of your own class (`motet.register_encoder`), or a causal language
+            model.
+        projector: "linear", "mlp", your own module, or None. A projector given by name is built when the graph is made
+            and the width of its output is known. `proj` is the papers' name for the same argument.
         preprocess_callback: (inputs) -> inputs, before the module.
         postprocess_module_callback: (inputs, output) -> output, between module and projector.
         postprocess_projector_callback: (inputs, output) -> output, after the projector.
-        feature_layer: index into the encoder's hidden states of those that are its output (LLaVA: -2); None: the last.
-        feature_select: "patch" leaves out class tokens and padding, "full" hands all of them on.
+        feature_layer: index of the hidden states that are the encoder's output (LLaVA: -2); None: the last.
+        feature_select: "patch" drops class tokens and padding, "full" keeps them.
 
-    `motet.models.stages.encoder` says what callbacks are given and when they are called.
+    `motet.models.stages.encoder` describes the arguments of the callbacks and when they are called.
     """
 
     def __init__(

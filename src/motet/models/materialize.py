@@ -1,15 +1,15 @@
-"""A module from its description in the run file, with weights in some of its layers only.
+"""Builds a module from its description in the run file, with weights in some of its layers only.
 
 The whole model is built on the meta device, where it takes no memory; the layers that a stage holds are then given
 memory and either drawn at random or read from safetensors, tensor by tensor. So no rank ever holds more than its own.
 
-Random weights depend on (seed, module name, layer) alone, so every cut of a model begins with the same weights, to the
-bit. transformers' own `initialize_weights` draws them. It skips what is marked `_is_hf_initialized`, a private name of
-transformers (docs/decisions/materialize.md); a test pins it.
+Random weights depend on (seed, module name, layer) only, so every cut of a model starts with bitwise equal weights.
+transformers' own `initialize_weights` draws them. It skips tensors that are marked `_is_hf_initialized`, a private name
+of transformers (docs/decisions/materialize.md); a test pins it.
 
-Cross-attention of a caption decoder that was stored without it is drawn.
+Cross-attention of a caption decoder that was stored without it is drawn at random.
 
-Limits: safetensors only; quantised weights are refused, and stored tensors of which transformers makes several.
+Limits: safetensors only; quantised weights, and stored tensors that transformers splits into several, are refused.
 """
 
 import hashlib
@@ -266,7 +266,7 @@ def _tensors_of(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) ->
 
 @torch.no_grad()
 def _mark(tensor: torch.Tensor) -> None:
-    """Puts a value into fresh memory by which it is known if nobody writes to it."""
+    """Marks fresh memory with a value, by which it is recognized if it is never written."""
     if tensor.numel() and tensor.dtype != torch.bool:
         tensor.view(-1)[0] = _mark_of(tensor)
 

@@ -24,20 +24,20 @@ class MultimodalModule(ModuleGraph):
     """Encoders and a language model.
 
     Args:
-        encoders: by name, each a `ModalityModule` or an encoder that needs none; `mllm.<name>_encoder` is its
-            `ModalityModule`.
+        encoders: by name, each a `ModalityModule`, or an encoder without projector and callbacks. The model has each
+            `ModalityModule` as the attribute `<name>_encoder`.
         language_model: a causal language model, or a `ModalityModule` of one.
         preprocess_callback: (encoder_outputs, inputs) -> inputs, before the language model (Cornstarch section 5.1).
-            It puts the encoders' outputs where `merge` has left room for them, in place of motet. It is called once for
+            It replaces motet's merging of the encoders' outputs, for which `merge` leaves room. It is called once for
             each sample with {encoder: [num_outputs, hidden_size]} and {"input_ids": [T], "inputs_embeds": [T,
-            hidden_size]}; "inputs_embeds" of what it returns, of the same shape, is what the language model reads.
-        merge: how encoder outputs reach the language model; None: by placeholder if there are `placeholder_token_ids`,
-            else prepended.
-        placeholder_token_ids: by encoder, the token id in whose places its outputs stand.
-        media_attention: what tokens of images and clips see in the language model: a kind of
-            `motet.attention.masks.rules.MediaAttention`, or the name of a mask of your own
+            hidden_size]}. The language model reads "inputs_embeds" of the returned dict, which has the same shape.
+        merge: how encoder outputs enter the language model; None: at placeholders if there are
+            `placeholder_token_ids`, else before the text.
+        placeholder_token_ids: by encoder, the token id whose positions its outputs take.
+        media_attention: the tokens to which tokens of images and clips attend in the language model: a kind of
+            `motet.attention.masks.rules.MediaAttention`, or the name of your own mask
             (`motet.attention.masks.rules.register_mask`).
-        seed: of projectors given by name.
+        seed: seed of projectors given by name.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class MultimodalModule(ModuleGraph):
         """`logits` [samples, longest sequence, vocabulary], padded on the right, and, if the batch has labels, `loss`:
         the mean over the tokens with a label. Each module is one stage, and the whole batch one microbatch.
 
-        Where `media_attention` is not causal, the language model's attention is motet's from then on.
+        If `media_attention` is not causal, this replaces the language model's attention by motet's permanently.
         """
         outputs: dict[str, Tensor] = {}
         for name in self.encoders:

@@ -1,4 +1,4 @@
-"""Blocks of a stage compiled by `torch.compile`, each by itself, for sequences of any length.
+"""Blocks of a stage compiled by `torch.compile`, each separately, for sequences of any length.
 
 Blocks of one shape share their code: it takes batch and length as symbols (`dynamic=True`), so that a new length
 compiles nothing. One row and several rows are two cases, and so are forwards with and without a graph. Everything

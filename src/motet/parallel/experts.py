@@ -36,7 +36,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def can_be_distributed(module: nn.Module) -> bool:
-    """Whether a module's forward is told which tokens go to which of its experts."""
+    """Whether a module's forward receives the assignment of tokens to its experts."""
     return bool(expert_parameters(module)) and len(_inputs_of(module)) == 3
 
 

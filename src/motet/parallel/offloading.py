@@ -135,7 +135,7 @@ class _Copies:
         return [stored for member in self._members if (stored := member()) is not None]
 
     def bring_back(self) -> None:
-        """Starts the copies to the device of all that is not there."""
+        """Starts the copies to the device of all tensors that are not there."""
         absent = [stored for stored in self._alive() if stored.on_device is None]
         if not absent:
             return

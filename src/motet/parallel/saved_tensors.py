@@ -1,9 +1,9 @@
-"""Less memory for what autograd saves of stages in half precision, without another result.
+"""Reduces the memory of tensors that autograd saves for stages in half precision, without changing results.
 
 transformers' norms compute in float32 and save their input so; a gated MLP saves its activation function's output
 beside the input. In the context of `save_less`
 
-* a float32 copy of a tensor in half precision is saved in half precision, from which it comes back to the bit;
+* a float32 copy of a tensor in half precision is saved in half precision, from which it is restored exactly;
 * float32 products, copies of them in half precision, and results of activation functions are not saved. The backward
   computes them again from what their own nodes of the graph save anyway.
 
@@ -102,7 +102,7 @@ def save_less(
     dtype: torch.dtype, on_saved: Callable[[Tensor], object] = lambda tensor: None
 ) -> AbstractContextManager[object]:
     """The context of one forward of a stage. `dtype`: of its parameters; nothing changes unless it is half precision.
-    `on_saved` is told of the tensors that are saved then."""
+    `on_saved` receives the tensors that are saved then."""
     return SavesLess(dtype, on_saved) if dtype in HALF_DTYPES else nullcontext()
 
 

@@ -9,7 +9,7 @@ multiplies. The graph itself is freed by the input half.
 What follows from this:
 
 * The two halves do the same matrix products as a whole backward, none twice. On a stage without input gradient too: the
-  chain through its layers is the input half, although nobody waits for it.
+  chain through its layers is the input half, although no other stage waits for it.
 * All other weights (of norms, embeddings, convolutions, of anything but linear layers) get their gradients in the input
   half. They cost little, and a parameter that is used in both ways is right: gradients add up. GPT-2's blocks have no
   linear layers but transformers' `Conv1D`: right too, but zero-bubble schedules gain nothing there.

@@ -195,7 +195,7 @@ def choose_among(
     is passed on to the named planners; own layouts are left out then.
 
     `budget_s`: seconds after which the search ends with the best plan so far, as an interrupt does if it is
-    `interruptible`. `progress` is told what is found. Raises `UserError` if there is no plan."""
+    `interruptible`. `progress` receives each improvement. Raises `UserError` if there is no plan."""
     # There are hardly any cycles of garbage here, and collecting them would take a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()

@@ -19,7 +19,7 @@ Progress = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 class BudgetSpent(BaseException):

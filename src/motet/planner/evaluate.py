@@ -122,7 +122,7 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     """Simulates one iteration of the plan. `folded`: simulate identical pipelines once, where ranks share no cores
     (`motet.simulator.replica_folding`).
 
-    Raises `UserError` if the plan is of another model, or its schedule is not known."""
+    Raises `UserError` if the plan belongs to another model, or its schedule is not known."""
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
@@ -179,7 +179,7 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
-    """Raises `UserError` if the plan is of another model."""
+    """Raises `UserError` if the plan belongs to another model."""
     modules = problem.all_modules
     for name, module in plan.modules.items():
         owner = module.data_module(name)

@@ -1,4 +1,4 @@
-"""Plans under costs that are somewhat faster or slower: how far the predicted time depends on each assumption.
+"""Sensitivity of predicted times to costs: plans simulated with somewhat faster or slower devices and links.
 
 Costs are computed anew with changed speeds of matrix products, of attention or of links. Of measured costs only the
 links can be changed, as a measured layer does not say what part of it is a matrix product.

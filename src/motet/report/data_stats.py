@@ -92,7 +92,7 @@ def data_stats(
     """Statistics of `samples`, at least a global batch of them, in the order of training. `num_batches`: the maximum
     number of global batches whose iterations are predicted.
 
-    Raises `UserError` if the plan is of another model."""
+    Raises `UserError` if the plan belongs to another model."""
     check_same_model(problem, plan)
     size = len(problem.samples)
     modules = _modules(problem, plan, samples)

@@ -14,7 +14,7 @@ from motet.schedule.communicators import communicators
 from motet.timeline import Timeline
 
 MOST_GROUPS = 64
-"""Most groups of ranks whose memory is told."""
+"""Maximum number of groups of ranks whose memory is reported."""
 MOST_ROWS = 16
 """Most of them in a text."""
 

@@ -105,7 +105,7 @@ def _communication(evaluation: Evaluation, ranks: Sequence[int]) -> dict[int, di
 
 
 def _busy(evaluation: Evaluation, ranks: Iterable[int]) -> dict[int, Floats]:
-    """Begin and end of all that a rank computes, in order."""
+    """Begin and end of each of a rank's computations, in order."""
     result, program = evaluation.result, evaluation.program
     place = np.empty(program.dependencies.num_actions, dtype=np.int64)
     place[program.actions] = np.arange(len(program.actions))

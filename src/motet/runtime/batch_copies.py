@@ -1,4 +1,4 @@
-"""Copies of global batches to the device: of each, what this rank's stages read there goes once, before they read it.
+"""Copies of global batches to the device: the tensors that this rank's stages read are copied once, ahead of their use.
 
 A thread of the loader packs the tensors into pinned buffers, one for each dtype. When the batch's iteration begins the
 buffers are copied on a stream of their own, so a host that runs ahead has them copied while the device computes the

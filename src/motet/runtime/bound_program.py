@@ -1,5 +1,5 @@
-"""A rank's program bound to its stages: what of each step does not depend on the batch, found once for all iterations
-whose cells and routes are alike.
+"""A rank's program bound to its stages: the part of each step that does not depend on the batch, derived once for all
+iterations with equal cells and routes.
 
 Values have numbers, which are looked up faster. Routes are numbered among those that enter or leave their cell, since
 each batch has routes of its own.

@@ -353,7 +353,7 @@ class Engine:
     def prepare(self, batch: Batch) -> None:
         """Derives what an iteration needs of a coming batch: its microbatches, their routes, and for attention who
         holds which tokens, and their masks; and packs what goes to the device. For the thread that loads the batch;
-        `run` does it where nobody has."""
+        `run` does it otherwise."""
         routes, _, _ = self._routes(batch.samples, forward_only=False)
         # Views that are made when they are asked for.
         assert routes.incoming.keys() == routes.outgoing.keys() >= routes.with_backward

@@ -93,16 +93,16 @@ class LoadedKeys(NamedTuple):
 class ParallelModule(nn.Module):
     """This rank's part of a model. Collective: every rank makes one with the same arguments.
 
-    `model` is taken over: what this rank does not hold of it is freed. `parameters()` are those that this rank holds;
-    make the optimizer after.
+    Takes ownership of `model` and frees the parts that this rank does not hold. `parameters()` are those that this rank
+    holds; make the optimizer after this call.
 
     Args:
-        plan: of the model's nodes and edges, for as many ranks as there are processes.
-        packing: the language model's samples stand in one row without padding.
-        device: of this rank's stages; None: the current accelerator, or the CPU if the process group is gloo's.
-        timeout: how long a message or collective may take.
+        plan: a plan of the model's nodes and edges, for as many ranks as there are processes.
+        packing: whether the language model's samples are in one row without padding.
+        device: device of this rank's stages; None: the current accelerator, or the CPU if the process group is gloo's.
+        timeout: maximum time of a message or collective.
 
-    Raises `UserError` for what no plan can satisfy, naming the argument.
+    Raises `UserError` for arguments that no plan can satisfy, naming the argument.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class ParallelModule(nn.Module):
     def forward(self, **batch: Any) -> ModelOutput:
         """The loss of a global batch, as `execute` takes it. Collective.
 
-        In training mode its gradients are computed at once, and `loss.backward()` adds them to the `.grad` of this
-        rank's parameters, times what comes before; it is not collective. In evaluation mode, or without gradients, it
-        is `eval_loss`."""
+        In training mode the gradients are computed at once, and `loss.backward()` adds them, multiplied by the incoming
+        gradient, to the `.grad` of this rank's parameters; `loss.backward()` is not collective. In evaluation mode, or
+        without gradients, this is `eval_loss`."""
         if not (self.training and torch.is_grad_enabled()):
             return ModelOutput(loss=self.eval_loss(batch))
         trainable = self._engine.model.trainable()
@@ -183,12 +183,12 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch. Collective: every rank passes the same batch.
 
         Args:
-            batch: what HuggingFace processors return (`motet.models.batch`), with `labels` for a language model.
+            batch: the output of HuggingFace processors (`motet.models.batch`), with `labels` for a language model.
 
-        Adds the gradients of the global batch, summed over replicas, to the `.grad` of this rank's parameters; one that
-        no sample of the batch reaches gets none. After an error they are what they were. Returns a `ModelOutput` with
-        `loss`, a scalar tensor that is the same on every rank: the mean over all tokens of the global batch that have a
-        label, or over what a contrastive loss compares.
+        Adds the gradients of the global batch, summed over replicas, to the `.grad` of this rank's parameters. A
+        parameter that no sample of the batch reaches gets none. After an error, the gradients are unchanged. Returns a
+        `ModelOutput` with `loss`, a scalar tensor that is the same on every rank: the mean over all tokens of the
+        global batch that have a label, or over all comparisons of a contrastive loss.
         """
         self._engine.model.after_update()  # The user's optimizer does not say when it steps.
         trainable = self._engine.model.trainable()
@@ -223,11 +223,11 @@ class ParallelModule(nn.Module):
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
 
-        Returns the norm before."""
+        Returns the norm before scaling."""
         return self._engine.clip_gradients(max_norm)
 
     def whole_model(self) -> nn.Module | None:
-        """The model with the weights that it has now, on the CPU of rank 0; None on other ranks. Collective."""
+        """The whole model with its current weights, on the CPU of rank 0; None on other ranks. Collective."""
         self._engine.model.after_update()
         weights = collect_weights(self._engine.model)
         if weights is None:
@@ -246,7 +246,7 @@ class ParallelModule(nn.Module):
         return {} if whole is None else whole.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
-        """Takes rank 0's `state_dict` of the whole model; what other ranks give is not read. Collective.
+        """Loads rank 0's `state_dict` of the whole model; those of other ranks are ignored. Collective.
 
         Raises `UserError` on every rank if names or shapes are not the model's. Returns missing and unexpected
         keys, which are empty if `strict`."""
@@ -283,8 +283,8 @@ class ParallelModule(nn.Module):
         """Writes the whole model for `from_pretrained` of transformers, on rank 0. Collective.
 
         Args:
-            folder: replaced if it is an earlier export.
-            processors: by module: its tokenizer, image processor or feature extractor, which are saved beside it.
+            folder: folder to write, which is replaced if it is an earlier export.
+            processors: by module, its tokenizer, image processor or feature extractor, saved with it.
         """
         whole = self.whole_model()
 
@@ -297,7 +297,7 @@ class ParallelModule(nn.Module):
                     processor.save_pretrained(folder)
             else:
                 raise UserError(
-                    f"save_pretrained: transformers has no model of a {type(whole).__name__}; take whole_model() and "
+                    f"save_pretrained: transformers has no model of a {type(whole).__name__}; call whole_model() and "
                     "save its parts"
                 )
 
@@ -306,21 +306,23 @@ class ParallelModule(nn.Module):
     def save_checkpoint(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0, keep: int = 2
     ) -> Path:
-        """Writes a checkpoint into `folder`, as `motet train` does. Collective. Returns its own folder, `step_...`.
+        """Writes a checkpoint into `folder`, as `motet train` does. Collective. Returns the checkpoint's folder,
+        `step_...`.
 
         Args:
-            optimizer: of this rank's parameters; its states are saved, too.
-            step: finished steps, by which checkpoints are named; older ones than the last `keep` are deleted."""
+            optimizer: optimizer of this rank's parameters, whose state is saved too.
+            step: number of finished steps, after which the checkpoint is named.
+            keep: number of checkpoints to keep; older ones are deleted."""
         self._engine.model.after_update()
         states = TorchOptimizerStates(optimizer, self._engine.model.parameters)
         tensors = {name: tensor.detach().cpu() for name, tensor in tensors_to_save(self._engine.model, states)}
         return write_checkpoint(Path(folder), tensors, TrainingState(step, {}, self.plan.to_json()), keep=keep)
 
     def load_checkpoint(self, checkpoint: str | Path, optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Takes weights, and states of the optimizer, from a checkpoint of this model under any plan, be it from
-        `save_checkpoint` or from `motet train`. Collective. Returns its number of finished steps.
+        """Loads weights, and the state of the optimizer, from a checkpoint of this model under any plan, written by
+        `save_checkpoint` or `motet train`. Collective. Returns its number of finished steps.
 
-        Raises `UserError` on every rank if it is damaged or of another model."""
+        Raises `UserError` on every rank if it is damaged or belongs to another model."""
         state = read_training_state(Path(checkpoint))
         states = TorchOptimizerStates(optimizer, self._engine.model.parameters)
         stored = on_first_rank(dict[str, tuple[int, ...]], lambda: stored_optimizer_shapes(Path(checkpoint)))
@@ -375,13 +377,14 @@ class ParallelSpec:
     pp_size: int = 1
     """Number of pipeline stages."""
     context: ContextOptions = field(default_factory=ContextOptions)
-    """How context-parallel groups share the tokens of a microbatch, whose samples are then packed."""
+    """How context-parallel groups distribute the tokens of a microbatch, whose samples are then packed."""
     sequence_parallel: bool = False
-    """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    """Whether the ranks of a tensor-parallel group split norms and residuals along the sequence."""
     ep_size: int = 1
-    """Ranks over which experts are distributed: tp_size, or tp_size times a divisor of the replicas."""
+    """Number of ranks over which experts are distributed: tp_size, or tp_size times a divisor of the number of
+    replicas."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers as docs/architecture.md counts them; None: the frozen-aware partition."""
+    """Number of layers of each stage, as docs/architecture.md counts them; None: the frozen-aware partition."""
 
     def __post_init__(self) -> None:
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
@@ -396,7 +399,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True)
 class MultimodalParallelSpec:
-    """Layout of a whole model, which `apply` applies. The fields are the arguments of `MultimodalParallelModule`."""
+    """Layout of a whole model. The fields are the arguments of `MultimodalParallelModule`."""
 
     encoder_specs: Mapping[str, ParallelSpec]
     language_model_spec: ParallelSpec
@@ -410,7 +413,7 @@ class MultimodalParallelSpec:
     def apply(
         self, model: MultimodalModule, *, device: torch.device | None = None, timeout: timedelta = FIVE_MINUTES
     ) -> "MultimodalParallelModule":
-        """Takes `model` over. Collective."""
+        """Makes this rank's part of the model; takes ownership of `model`. Collective."""
         return MultimodalParallelModule(model, **vars(self), device=device, timeout=timeout)
 
 
@@ -420,11 +423,11 @@ class MultimodalParallelModule(ParallelModule):
     Args:
         modality_parallelism: encoders on ranks of their own ("parallel"), in turns on the same ranks ("colocated"), or
             whole on each stage of the language model ("replicated").
-        encoder_specs: by encoder.
-        num_microbatches: of each replica in one iteration.
-        microbatch_size: samples of one microbatch.
+        encoder_specs: the layout of each encoder, by name.
+        num_microbatches: number of microbatches of each replica in one iteration.
+        microbatch_size: number of samples of one microbatch.
         schedule: a key of `motet.schedule.generators.GENERATORS`.
-        packing: a microbatch's samples stand in one row without padding.
+        packing: whether a microbatch's samples are in one row without padding.
         recompute: the modules whose activations are computed again in the backward pass, as `parallel.recompute` of run
             files (`name` or `name:kind`).
     """
@@ -523,11 +526,11 @@ class TowerSpec:
     pp_size: int = 1
     """Number of pipeline stages."""
     dp_size: int = 1
-    """Number of replicas; towers need not have equally many."""
+    """Number of replicas, which may differ between towers."""
     num_microbatches: int = 1
     """Microbatches of each replica's share of a contrastive batch."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers as docs/architecture.md counts them; None: cut by their costs."""
+    """Number of layers of each stage, as docs/architecture.md counts them; None: a partition by cost."""
 
     def __post_init__(self) -> None:
         for key in ("tp_size", "pp_size", "dp_size", "num_microbatches"):
@@ -546,8 +549,9 @@ class ContrastiveParallelModule(ParallelModule):
 
     Args:
         model: a `ContrastiveModule`, or transformers' CLIPModel or SiglipModel (towers "image" and "text").
-        tower_specs: by tower, and for "decoder" where the model has one. Ranks are numbered in this order.
-        num_contrastive_batches: into how many the global batch is divided; the loss is the mean over them.
+        tower_specs: the layout of each tower by name, and of "decoder" if the model has one. Ranks are numbered in this
+            order.
+        num_contrastive_batches: number of contrastive batches in a global batch; the loss is the mean over them.
         schedule: a key of `motet.schedule.generators.GENERATORS`.
         recompute_features: towers whose forward keeps no graph and runs again in the backward.
     """

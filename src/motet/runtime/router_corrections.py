@@ -1,4 +1,4 @@
-"""The update of the corrections of routers' scores, which keeps experts of a mixture alike in load without a loss.
+"""The update of the corrections of routers' scores, which balances the load of a mixture's experts without a loss.
 
 After each step the correction of an expert rises by the rate where fewer tokens of the global batch chose it than the
 mean, and falls by it where more did (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2). Counts are sums

@@ -1,4 +1,4 @@
-"""Refuses optimizers that look at whole matrices where a rank holds parts of them.
+"""Refuses optimizers that need whole matrices if a rank holds only parts of them.
 
 Under tensor parallelism a parameter of a rank is a part of a matrix. Optimizers that work element by element (AdamW,
 SGD, Lion) update it as they would update the whole. Muon, Shampoo, SOAP and Adafactor, which compute with rows and

@@ -1,4 +1,4 @@
-"""Cells that replicas compute together, because they share experts: they meet in one order on all ranks.
+"""Cells that replicas compute together because they share experts, in one order on all ranks.
 
 Each of these cells exchanges tokens with the same microbatch of the other replicas that share its experts. A generator
 is shown these replicas as one, on the ranks of all, so that what it orders is one action; each rank then runs its own

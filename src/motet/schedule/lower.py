@@ -182,7 +182,7 @@ def _place_reductions(actions: Ints, dependencies: Dependencies) -> tuple[tuple[
 
 
 class _Carriers:
-    """The pairs of ranks that carry each value that goes by a route."""
+    """The pairs of ranks between which the value of each route is sent."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         routes = dependencies.routes

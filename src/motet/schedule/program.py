@@ -19,7 +19,7 @@ def make_program(
     """The program of an iteration.
 
     `schedule`: a key of `GENERATORS`. `duration_s`: seconds of each compute action, as far as they are known
-    (`Costs.compute_s`); None: all alike. `memory`: for the schedules that go by it (`WITHIN_MEMORY`)."""
+    (`Costs.compute_s`); None: all equal. `memory`: for the schedules that depend on it (`WITHIN_MEMORY`)."""
     ordered = make_schedule(schedule, routes, duration_s, memory=memory)
     return lower(ordered, Dependencies(routes), duration_s or unit_duration)
 

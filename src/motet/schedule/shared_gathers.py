@@ -1,4 +1,4 @@
-"""Which fully sharded stages gather their parameters block by block, and which once in a step.
+"""Decides which fully sharded stages gather their parameters block by block, and which once per step.
 
 A gather is collective. Within a context-parallel group all ranks run the same actions, so they gather each block in
 each of them. Replicas that share parameters may differ: one may have fewer microbatches, or some without images. Where

@@ -88,7 +88,7 @@ def check_complete(schedule: Schedule, dependencies: Dependencies) -> None:
 
 
 def _is_complete(schedule: Schedule, dependencies: Dependencies) -> bool:
-    """The same in a few operations for each rank; who is told no still has to find the fault."""
+    """The same in a few operations for each rank. If the result is negative, the fault still has to be located."""
     routes, num_cells = dependencies.routes, dependencies.routes.num_cells
     try:
         numbers_of_rank = schedule.numbers(dependencies)

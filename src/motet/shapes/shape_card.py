@@ -112,7 +112,8 @@ def read_card(request: ShapeRequest) -> ShapeCard | None:
 
 
 def write_card(request: ShapeRequest, card: ShapeCard) -> None:
-    """Writes a card in one step, so that nobody reads half of one. A folder that cannot be written is left alone."""
+    """Writes a card atomically, so that no process reads an incomplete one. Does nothing if the folder cannot be
+    written."""
     folder = cards_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -168,7 +168,7 @@ def test_what_fails_in_a_server_is_told_and_not_tried_elsewhere(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("leaves_out", "told"), [(True, "has left samples out"), (False, "has sent samples that nobody asked for")]
+    ("leaves_out", "told"), [(True, "has left samples out"), (False, "has sent samples that were not requested")]
 )
 def test_too_few_or_too_many_samples_end_the_run(monkeypatch: pytest.MonkeyPatch, leaves_out: bool, told: str) -> None:
     """They are not taken for those that were asked for."""

@@ -138,7 +138,7 @@ class PartialBackend(Backend, Protocol):
         mask: DeviceMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of the gradients that goes by these keys. `out` and `log_sums`: over all keys."""
+        """The part of the gradients due to these keys. `out` and `log_sums`: over all keys."""
 
 
 class TritonBackend:

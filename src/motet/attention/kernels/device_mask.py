@@ -1,4 +1,4 @@
-"""An interval mask as the kernels read it: of a batch, for the queries and keys that one rank holds, on its device.
+"""Interval masks in the form that kernels read: for a batch, with the queries and keys of one rank, on its device.
 
 Tokens keep their positions wherever they are computed, so intervals need no translation when blocks of tokens are
 permuted over context-parallel ranks.

@@ -89,7 +89,7 @@ class Connection:
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Whatever a message holds that is none of ours is told in one line."""
+        """Reports a malformed message in one line."""
         try:
             yield
         except (UserError, flight.FlightError, pa.ArrowException, OSError):
@@ -151,7 +151,9 @@ class Servers:
                 if len(answers) < len(ticket.indices):
                     raise ServersFailedError(f"data server {connection.address} has left samples out")
                 if len(answers) > len(ticket.indices):
-                    raise ServersFailedError(f"data server {connection.address} has sent samples that nobody asked for")
+                    raise ServersFailedError(
+                        f"data server {connection.address} has sent samples that were not requested"
+                    )
             except (flight.FlightUnauthenticatedError, flight.FlightServerError) as error:
                 raise ServersFailedError(f"data server {connection.address} refuses: {_reason(error)}") from None
             except (flight.FlightError, pa.ArrowException, OSError) as error:

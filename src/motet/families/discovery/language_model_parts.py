@@ -80,7 +80,7 @@ def _find(model: Any) -> CausalPaths:
     base, blocks = _blocks_beside(model, words)
     before = _run_before_blocks(model.get_submodule(base), blocks.removeprefix(f"{base}."))
     if before is None:
-        # By the order of registration, which is that of the forward but for a few models.
+        # In the order of registration, which is that of the forward in all but a few models.
         before = _registered_before(model.get_submodule(base), blocks.removeprefix(f"{base}."))
     before = {f"{base}.{path}" for path in before} | {words}
     is_composite = model.config.get_text_config() is not model.config

@@ -1,4 +1,4 @@
-"""Encoder families: for each, where its parts are and what stands between them. To add one, add one entry.
+"""Encoder families: for each, where its parts are and what is computed between them. To add one, add one entry.
 
 An entry names the sub-modules of the transformers model (embedding parts, blocks, head parts) and gives three small
 functions that call them in order; the modules themselves run unmodified. What blocks need beside their input (rotary

@@ -1,4 +1,4 @@
-"""Encoders of the user's own: any torch module, registered with what motet has to know of it.
+"""The user's own encoders: any torch module, registered with its modality and a typical input.
 
     @motet.register_encoder(modality="points", example=(1024, 3))
     class PointNet(nn.Module):

@@ -97,7 +97,7 @@ def save_part(
     where: str,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Writes config.json and weights, such that `model_class.from_pretrained(folder)` has them to the bit.
+    """Writes config.json and weights, such that `model_class.from_pretrained(folder)` loads them bitwise.
 
     Args:
         tensors: every parameter by its name in the model; of tied ones, the first name only.

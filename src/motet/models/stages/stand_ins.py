@@ -3,7 +3,7 @@
 Modules of other stages stay where they are as stand-ins without parameters, so nothing is renumbered or renamed, and
 masks, positions, multipliers and configuration are the whole model's. Blocks before the stage return what came from the
 stage before; behind the stage's last block the forward is left. Parts of the embedding that are held elsewhere give
-zeros of the right shape, which nobody reads.
+zeros of the right shape, which are never read.
 """
 
 from collections.abc import MutableMapping

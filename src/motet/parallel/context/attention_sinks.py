@@ -1,4 +1,4 @@
-"""Attention with sinks, and attention over several parts of the keys put together.
+"""Attention with sinks, and attention merged from several parts of the keys.
 
 A sink is a number of each head, learned (gpt-oss): the logit of a key without value that every query sees. It takes a
 share of the softmax, and nothing else. So attention with sinks is attention over the keys, merged with a part whose

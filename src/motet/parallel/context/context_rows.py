@@ -1,4 +1,5 @@
-"""Rows of a route's tensors on the members of context-parallel groups: who holds which, and how they are exchanged.
+"""Rows of a route's tensors on the members of context-parallel groups: which member holds which rows, and how they are
+exchanged.
 
 Groups of equal size hold the same tokens, so each member sends its rows to one of the same place. Between stages of one
 module whose groups have unequal sizes, each place sends a piece to each place: the rows that both hold. What enters
@@ -129,8 +130,8 @@ class ContextRows:
         return self._held_tokens(first_layer, members, options, cp_size)
 
     def gather_gradient(self, route: Route, gradient: Tensor) -> Tensor:
-        """The gradient of all that a route from another module brought, from the rows of each member. Collective over
-        the group."""
+        """The gradient of the whole input that a route from another module brought, from the rows of each member.
+        Collective over the group."""
         held = self.received(route)
         if held is None or self._cp is None:
             return gradient

@@ -1,4 +1,4 @@
-"""Variants of a plan with context parallelism whose groups exchange keys and values otherwise."""
+"""Variants of a plan with other methods of context parallelism."""
 
 from collections.abc import Iterator
 from dataclasses import replace

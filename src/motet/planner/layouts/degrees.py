@@ -1,4 +1,4 @@
-"""Degrees of parallelism: which ones a module can have, and which the user's limits leave a planner to choose from."""
+"""Degrees of parallelism that a module supports and that the user's limits allow."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""Variants of a problem: what the user leaves to planner `auto` beside the layout, and the layouts worth a simulation.
+"""Variants of a problem: the options that the user leaves to planner `auto`, and the layouts worth a simulation.
 
 The user may leave open the number of microbatches, recomputation, and whether the optimizer's state is sharded. A
 variant sets them. More memory is saved only where less does not suffice: for each way to divide the devices, variants

@@ -127,7 +127,7 @@ def plan_copies(
     *,
     devices_per_node: int,
 ) -> tuple[list[Copy[Name]], list[Name]]:
-    """Returns all copies, including those within a rank, and the names of tensors of which nobody holds some part.
+    """Returns all copies, including those within a rank, and the names of tensors of which no rank holds some part.
 
     Args:
         held, needed: by rank and name, the ranges of the local part.

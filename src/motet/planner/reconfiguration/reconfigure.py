@@ -6,7 +6,7 @@ computes them changes.
 1. `resize_pipelines` decides how many nodes each pipeline gets (thesis 2.5.1):
    simple: a pipeline with at least n0 nodes left takes the template of that size;
    borrow: a pipeline with fewer takes nodes, one by one, from the largest pipeline;
-   merge: where nobody can lend enough, incomplete pipelines merge with one another, the last with the smallest.
+   merge: if no pipeline can lend enough, incomplete pipelines merge with one another, the last with the smallest.
    The thesis merges any two pipelines. Here incomplete ones merge first, which keeps f + 1 pipelines whenever there
    are (f + 1) n0 nodes: a merge happens only while all pipelines together have fewer than n0 nodes to spare, and that
    still holds after it, so h pipelines with (f + 1) n0 <= N' < (h + 1) n0 nodes are at least f + 1. A pipeline without
@@ -18,7 +18,7 @@ computes them changes.
    lists the copies.
 
 With fewer than (f + 1) n0 nodes the guarantee cannot be kept: training saves and stops, or continues with fewer
-failures to survive. Where nobody holds some layer any more, the last checkpoint must be loaded.
+failures to survive. If no rank holds some layer any more, the last checkpoint must be loaded.
 
 With ZeRO-1 (`Templates.state_bytes`) f + 1 pipelines own the optimizer state of each parameter. A recovery chooses them
 by what survivors really hold (`motet.resilience.state_transfer`); given `owned`, this module predicts that choice, and

@@ -142,7 +142,7 @@ def _best_devices(node: Node, place: Node, weights: Mapping[Unit, float]) -> tup
 
 
 def missing_layers(held: Iterable[frozenset[Unit]], needed: Iterable[frozenset[Unit]]) -> list[tuple[str, int]]:
-    """Returns the layers of which some needed unit is held by nobody."""
+    """Returns the layers of which no rank holds some needed unit."""
     lacking = frozenset().union(*needed) - frozenset().union(*held)
     return sorted({(unit.module, unit.layer) for unit in lacking})
 

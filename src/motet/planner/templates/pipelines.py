@@ -1,4 +1,4 @@
-"""Pipeline templates (Oobleck), plans built from them, microbatch counts and combinations (thesis 2.3.1, 2.4, app. A).
+"""Pipeline templates (Oobleck), plans built from them, microbatch counts and combinations (thesis 2.3.1, 2.4, A).
 
 A pipeline is one copy of the whole model: replica r of every module. The node is the unit of failure, so each pipeline
 has whole nodes of its own. A template describes a pipeline on a given number of nodes. Node n has the ranks

@@ -154,7 +154,7 @@ def _tell(text: str) -> None:
 def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -> None:
     """Collective. Fills this rank's parameters and its share of the optimizer's states.
 
-    Raises `UserError` on all ranks if the checkpoint is of another model."""
+    Raises `UserError` on all ranks if the checkpoint belongs to another model."""
     optimizer.initialize_states()
     fill(checkpoint, model, optimizer)
 
@@ -174,7 +174,7 @@ class _NoStates:
 def load_weights(checkpoint: Path, model: LocalModel) -> None:
     """Collective. Fills this rank's parameters, and no states of an optimizer.
 
-    Raises `UserError` on all ranks if the checkpoint is of another model."""
+    Raises `UserError` on all ranks if the checkpoint belongs to another model."""
     fill(checkpoint, model, _NoStates())
 
 

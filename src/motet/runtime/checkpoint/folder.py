@@ -247,14 +247,14 @@ def _link(link: Path, target: str) -> None:
     partial.replace(link)
 
 
-# What of a run file's model a checkpoint keeps, so that one that computes something else does not go on from it.
+# The keys of a run file's model that a checkpoint stores, so that a run that computes something else cannot resume it.
 #
 # Shapes and names of parameters do not show everything: a `feature_layer`, the number of heads, the base of rotary
 # positions. So a checkpoint holds the run file's `model` and the whole transformers configuration of each part, flat,
 # by key. What another value of a key may do is one of three:
 #
 # * nothing, or nothing any more: where weights come from, how they were drawn, names and versions; these are left out;
-# * train otherwise: frozen parts, weights of losses, dropout, the tokens in whose places items stand; this is told; *
+# * train otherwise: frozen parts, weights of losses, dropout, the placeholder tokens of items; this is reported; *
 # compute something else: all others; this is refused.
 #
 # Limits: keys that only one side has, as other versions of motet and transformers do, are not compared.

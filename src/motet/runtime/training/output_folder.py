@@ -1,7 +1,7 @@
 """The output folder of a run: one run at a time, no mixture of two runs' checkpoints, and errors in one line.
 
 The lock is the system's (flock), so it ends with the last process of the run, however that ends; the file stays.
-Checkpoints that are in the folder belong to the run that goes on from the newest of them. Any other run would later be
+Checkpoints that are in the folder belong to the run that resumes from the newest of them. Any other run would later be
 resumed from theirs, so it is refused unless `train.overwrite` deletes them.
 
 Limits: where the file system has no locks (some NFS mounts), a line says that nothing keeps a second run out.

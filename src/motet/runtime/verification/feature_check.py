@@ -1,4 +1,5 @@
-"""Refuses a training whose plan needs what its model's family has not been shown to do, before processes start."""
+"""Refuses a training whose plan needs a feature that its model's family has not been verified with, before processes
+start."""
 
 from motet.config import RunConfig
 from motet.families.discovery.composite import read_composite_config

@@ -2,7 +2,7 @@
 
 The plain loop is what a user of transformers would write: the loss of the whole batch, `clip_grad_norm_`, torch's AdamW
 and a scheduler's factor. Unlike a comparison of gradients it shows what the optimizer makes of them: parameters that no
-sample reached stay as they are, clipping goes by the norm of the whole model, states are those of whole parameters.
+sample reached stay as they are, clipping uses the norm of the whole model, states are those of whole parameters.
 
 The error of a parameter is |w - ref| over the distance that it has moved, and at least over that of its module's RMS
 element: AdamW moves parameters whose gradients are rounding alone by rounding. In float64 only: in lower precision,

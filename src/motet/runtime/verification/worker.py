@@ -1,4 +1,4 @@
-"""What each process of `motet verify` does."""
+"""The worker of `motet verify`: runs on every rank."""
 
 import os
 from collections.abc import Mapping

@@ -40,7 +40,7 @@ class Needs(NamedTuple):
     """The (stage, microbatch) of the given order that each filling cell serves."""
 
     stage: list[int]
-    """`NOTHING` if nobody in the given order waits for it."""
+    """`NOTHING` if no action in the given order waits for it."""
     rank: list[int]
     """The place of the microbatch among that stage's."""
 

@@ -14,9 +14,9 @@ A virtual clock runs over the order; a rank takes a weight half
 A backward without an input half (nothing before it is trainable) is a weight half as a whole; one without a weight half
 (a frozen stage) stays whole, as it is an input half already.
 
-Valid: the order that remains is the given one without actions that nobody waits for, and weight halves wait for nothing
-but the input half. It may hold at least as many microbatches as in the given order, so a forward that is held back
-waits for a backward that stood before it in that order.
+Valid: the order that remains is the given one without actions that no other action waits for, and weight halves wait
+only for the input half. It may hold at least as many microbatches as in the given order, so a forward that is delayed
+waits for a backward that preceded it in that order.
 """
 
 import heapq

@@ -10,7 +10,7 @@ through all of them.
 That this cannot deadlock needs only that the number of warm-up forwards falls along every edge, that microbatch i feeds
 microbatch i, that groups of ranks are equal or have no rank in common, and that no way through the stages comes back to
 a group that it has left. Otherwise the list scheduler takes over, under the same limit on microbatches in flight; so it
-does where a group has a stage whose output nobody reads beside others, as its place is in the group's bubbles.
+does if a group has, beside other stages, one whose output no stage reads, because its place is in the group's bubbles.
 
 With contrastive towers, a stage has as many microbatches in flight as 1F1B has, or as many as a contrastive batch
 needs, if these are more, and the list scheduler finds the order (DistMM Figure 6: the batch-sync without a schedule

@@ -19,7 +19,7 @@ from motet.schedule.stage_graph import Group, StageKey, stages_after
 
 
 def num_microbatches(routes: Routes, stage: StageCells) -> int:
-    """Empty ones included, but for those after the last that is not."""
+    """Includes empty ones, except those after the last non-empty one."""
     return 1 + int(routes.cell_microbatch[stage.last - 1])
 
 
