@@ -162,4 +162,7 @@ def _profiling_text(values: Mapping[str, Any]) -> str:
         return f"b_min: none ({values['why_no_profiling_size']})"
     devices = ", ".join(f"{name} {number}" for name, number in found["devices"].items())
     verdict = "the global batch is" + ("" if values["global_batch_size"] >= found["num_samples"] else " not")
-    return f"b_min: {found['num_samples']} samples share out devices alike ({devices}); {verdict} that large"
+    return (
+        f"b_min: {found['num_samples']} samples suffice for a stable allocation of devices ({devices}); "
+        f"{verdict} that large"
+    )

@@ -64,7 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="a.b.c=value",
             help="replace a value of the run file; may be repeated",
         )
-        subparser.add_argument("--json", action="store_true", help="print one JSON object, all else on stderr")
+        subparser.add_argument(
+            "--json", action="store_true", help="print one JSON object on stdout, and everything else on stderr"
+        )
         command.add_arguments(subparser)
     return parser
 

@@ -27,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget-s",
         metavar="SECONDS",
         type=float,
-        help="with parallel.planner auto: end the search after so long with the best plan so far, as Ctrl-C does",
+        help="with parallel.planner auto: end the search after this time with the best plan so far, as Ctrl-C does",
     )
     parser.add_argument(
         "--report",
         metavar="plan.html",
         action="append",
         default=[],
-        help="write a report to one file, as a page (.html) or as JSON (.json): the plans compared, where time and "
-        "memory go, sensitivity; may be repeated",
+        help="write a report to one file, as a page (.html) or as JSON (.json), with the compared plans, the use of "
+        "time and memory, and sensitivities; may be repeated",
     )
 
 

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     table = profile(config)
     write_text(path, table.to_json() + "\n", "--out")
-    print(f"costs written to {path}; use them by --set cluster.costs={path}")
+    print(f"costs written to {path}; use them with --set cluster.costs={path}")
     fits = {key: note for key, note in table.notes.items() if isinstance(note, dict)}
     for key, fit in fits.items():
         print(f"{key}: median error of the fit {fit['median_error']:.1%}, worst {fit['worst_error']:.1%}")
@@ -48,9 +48,9 @@ def _calibrate(config: "RunConfig", path: Path) -> dict[str, Any]:
     described = describe_cluster(config).device
     speeds, measured = measure_speeds(torch.device(config.cluster.device), described, config.train.dtype)
     write_text(path, speeds.to_json() + "\n", "--speeds")
-    print(f"{len(measured)} kernels measured; speeds written to {path}; use them by --set cluster.speeds={path}")
+    print(f"{len(measured)} kernels measured; speeds written to {path}; use them with --set cluster.speeds={path}")
     for kind in ("gemm", "convolution", "attention", "memory"):
         speed = getattr(speeds, kind)
         peak = f"{speed.limit:.1%} of {described.name}'s peak"
-        print(f"{kind}: {peak} when large, {speed.overhead_s * 1e6:.1f} us on top of each kernel")
+        print(f"{kind}: {peak} when large, {speed.overhead_s * 1e6:.1f} us of overhead for each kernel")
     return {"path": str(path), **asdict(speeds)}

@@ -18,7 +18,7 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", metavar="plan.json", help="take this plan, as written by motet plan --out")
+    parser.add_argument("--plan", metavar="plan.json", help="use this plan, a file written by motet plan --out")
 
 
 def add_seed(parser: argparse.ArgumentParser, of: str) -> None:

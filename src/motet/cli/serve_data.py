@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = server.serve_until_signalled(
         lambda: print(f"serving {sizes} samples on {server.address}", file=sys.stderr, flush=True)
     )
-    print(f"sent {report['sent_bytes']} bytes for {report['tickets']} tickets, refused {report['refused']} calls")
+    print(f"sent {report['sent_bytes']} bytes for {report['tickets']} requests, refused {report['refused']} calls")
     return report
 
 

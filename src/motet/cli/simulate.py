@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture",
         metavar="timeline.png",
-        help="draw the timeline (png, svg, pdf); of many ranks, one of each group with the same timeline",
+        help="draw the timeline (png, svg, pdf); with many ranks, one rank of each group with the same timeline",
     )
     parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
     parser.add_argument(
@@ -36,17 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK=FACTOR",
         action="append",
         default=[],
-        help="computations of this rank take FACTOR times as long; may be repeated",
+        help="multiply the duration of this rank's computations by FACTOR; may be repeated",
     )
     parser.add_argument(
         "--jitter",
         metavar="SHARE",
         type=float,
         default=0.0,
-        help="computations take longer by a random share, SHARE on average",
+        help="lengthen computations by a random share, SHARE on average",
     )
     add_seed(parser, "seed of the jitter, and of failures at a rate")
-    parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
+    parser.add_argument(
+        "--share-cards", action="store_true", help="let messages that leave a node share its network cards"
+    )
     parser.add_argument(
         "--failures",
         metavar="TRACE.csv|RATE",
@@ -64,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="bandwidth of the checkpoints' storage, for all nodes together (default: 2e9)",
     )
-    parser.add_argument("--start", metavar="30s", help="time in which all processes restart, without loading")
+    parser.add_argument(
+        "--start", metavar="30s", help="time that a restart of all processes takes, without loading the checkpoint"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +134,9 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
-            raise UserError(f"--{option}: cannot be combined with --failures, which makes its own plans and draws none")
+            raise UserError(
+                f"--{option}: cannot be combined with --failures, which makes its own plans and draws no timeline"
+            )
     storage_bytes_per_s = STORAGE_BYTES_PER_S if arguments.storage is None else arguments.storage
     if not storage_bytes_per_s > 0:
         raise UserError(f"--storage: is {storage_bytes_per_s}; give bytes per second, such as 2e9")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.resilience.store.etcd import StoreAddress
 
-HELP = "train, on processes that it starts itself or, under torchrun, on those of torchrun"
+HELP = "train and export the model, on processes that motet or torchrun starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

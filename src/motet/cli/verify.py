@@ -14,10 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["float32", "float64", "bfloat16"],
-        help="replaces train.dtype; float64 separates errors from rounding best",
+        help="dtype instead of train.dtype; float64 distinguishes errors from rounding best",
     )
     parser.add_argument(
-        "--steps", type=int, default=0, help="compare the weights after so many steps of the optimizer, too (float64)"
+        "--steps", type=int, default=0, help="also compare the weights after this number of optimizer steps (float64)"
     )
 
 
@@ -47,12 +47,12 @@ def _text(result: dict[str, Any]) -> str:
         )
     if result["zero_by_mathematics"]:
         names = ", ".join(zero["parameter"] for zero in result["zero_by_mathematics"])
-        lines.append(f"zero by mathematics, so that all of the gradient is rounding: {names}")
+        lines.append(f"mathematically zero, so that the gradient consists of rounding: {names}")
     if result["num_flipped_tokens"]:
         lines.append(
             f"{result['num_flipped_tokens']} of {result['num_routed_tokens']} tokens of mixtures of experts would have "
-            "gone to other experts in one process, which took over the run's choices: at most "
-            f"{_number(result['worst_flip'], 2)} of their scores' spread from a tie"
+            "gone to other experts in one process, which adopted the run's choices; their scores were at most "
+            f"{_number(result['worst_flip'], 2)} of the spread from a tie"
         )
     if result["unreached_parameters"]:
         lines.append(f"not reached by this batch: {', '.join(result['unreached_parameters'])}")
