@@ -1,1 +1,1 @@
-"""Context parallelism and packed attention: who holds which tokens, and how their attention is computed."""
+"""Context parallelism and packed attention: the distribution of tokens over ranks, and their attention."""
