@@ -308,7 +308,11 @@ def _of_samples() -> Iterator[WrongInput]:
         ("nothing", "", "no conversation in it"),
         ("bytes", b"\xff\xfe\x00\x01", "is not UTF-8 text"),
         ("an image list in a list", '{"image": [["x"]], "conversations": []}', "image: is \\['x'\\]; give a path"),
-        ("half a character", json.dumps({"conversations": [{"from": "human", "value": "\ud800"}]}), "an unpaired surrogate"),
+        (
+            "half a character",
+            json.dumps({"conversations": [{"from": "human", "value": "\ud800"}]}),
+            "an unpaired surrogate",
+        ),
         ("no turns", '{"conversations": "none"}', "conversations: is missing or empty"),
         ("turns of numbers", '{"conversations": [1, 2]}', r"conversations\[0\]: is not a turn"),
         ("a role of a list", '{"conversations": [{"from": ["human"], "value": "x"}]}', "from: is \\['human'\\]; give"),
