@@ -17,7 +17,10 @@ def run_file(tmp_path: Path) -> Path:
     ("override", "message"),
     [
         ("model.towers.image.config=LlamaConfig", "model.towers.image: llama is a language model; give an encoder"),
-        ("model.towers.image.values.vision_use_head=false", "vision_use_head: is false, so there are no features"),
+        (
+            "model.towers.image.values.vision_use_head=false",
+            "vision_use_head: is false, so the encoder has no pooled output",
+        ),
         ("model.towers.image.projector=null", "projector: is null, but the tower's width is 16 and that .* 8"),
         ("model.towers.image.projector=conv", 'projector: is "conv"; give one of projection, linear, mlp'),
         ("model.towers={image: {config: SiglipVisionConfig}}", "model.towers: has image only; give at least two"),
@@ -121,7 +124,7 @@ def test_mistakes_about_a_stored_model(capsys: pytest.CaptureFixture[str], run_f
         ),
         (
             "model.contrastive.width=9",
-            "image.projector: the stored projection makes features of 8, but they are 9 wide",
+            "image.projector: the stored projection is 8 wide, but the features are 9 wide",
         ),
     ):
         expect_mistake(capsys, ["plan", run_file, "--set", override], message)

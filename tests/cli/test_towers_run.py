@@ -127,7 +127,7 @@ def test_a_projection_stored_beside_one_tower(capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
         arguments = ["plan", run_file, "--set", f"model.towers.image={{path: {folder}}}"]
         if isinstance(model, CLIPVisionModelWithProjection):
-            message = "image.projector: the stored projection makes features of 6, but they are 8 wide; set"
+            message = "image.projector: the stored projection is 6 wide, but the features are 8 wide; set"
             expect_mistake(capsys, arguments, message)
             arguments[-1] = f"model.towers.image={{path: {folder}, projector: linear}}"
         run(capsys, *arguments)

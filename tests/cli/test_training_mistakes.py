@@ -261,7 +261,7 @@ def test_an_old_checkpoint_of_another_model(
 ) -> None:
     overrides = [f"train.resume={old_checkpoint}", "model.language_model.values.intermediate_size=96"]
     expect_refusal(
-        capsys, run_file, overrides, "train.resume: .*step_00000002 is of another model: .*mlp.gate_proj.weight is"
+        capsys, run_file, overrides, "train.resume: .*step_00000002 belongs to another model: .*mlp.gate_proj.weight is"
     )
 
 

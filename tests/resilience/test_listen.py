@@ -50,7 +50,9 @@ def test_an_address_of_another_machine_is_told(tmp_path: Path, host: str) -> Non
     config = config_of(tmp_path)
     with (
         mock.patch.object(StoreProcess, "start", side_effect=AssertionError),
-        pytest.raises(UserError, match=f"--listen: {host}:29500 cannot be listened at .* an address of this machine"),
+        pytest.raises(
+            UserError, match=f"--listen: {host}:29500 cannot be used as an address .* an address of this machine"
+        ),
     ):
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=(host, 29500))
 

@@ -24,7 +24,7 @@ def test_parts_are_refused() -> None:
     for parameter in (part, whole):
         parameter.grad = torch.ones(4, 4)
     for made in (torch.optim.Muon([part], lr=0.1), MyShampoo([whole, part], lr=0.1), torch.optim.LBFGS([part])):
-        with pytest.raises(UserError, match=r"^optimizer: \w+ looks at whole .* a part of llm\.module\.weight"):
+        with pytest.raises(UserError, match=r"^optimizer: \w+ needs whole .* a part of llm\.module\.weight"):
             made.step(lambda: torch.zeros(()))
     torch.testing.assert_close(part.detach(), torch.eye(4))
     torch.optim.Muon([whole], lr=0.1).step()

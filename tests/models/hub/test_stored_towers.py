@@ -93,11 +93,11 @@ def test_a_tower_stored_by_itself_with_its_projection(tmp_path: Path) -> None:
     projector = build_node(config, "image", None, torch.float32).parts["projector"]
     assert torch.equal(projector.weight, expected.visual_projection.weight)
     config = RunConfig.model_validate({"model": {"towers": towers, "contrastive": {"width": 7}}, "data": data})
-    with pytest.raises(UserError, match=r"the stored projection makes features of 6, but they are 7 wide"):
+    with pytest.raises(UserError, match=r"the stored projection is 6 wide, but the features are 7 wide"):
         build_node(config, "image", None, torch.float32)
     # What does not say that it has a projection is found out when it is read.
     values = json.loads((tmp_path / "config.json").read_text())
     del values["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"stored visual_projection.weight makes features of 6, but they are 7 wide"):
+    with pytest.raises(UserError, match=r"stored visual_projection.weight is 6 wide, but the features are 7 wide"):
         build_node(config, "image", None, torch.float32)
