@@ -5,6 +5,9 @@ running training is killed (-9) and the time is taken until a step is finished t
 agent is stopped (SIGSTOP), and the same is taken. Then, with all that is read still in the page cache:
 
 * spare: nodes and a spare have joined a process that listens; a process is killed, and the spare takes its place;
+* with copies: the first three again with `train.failures.copy_every: 3`;
+* one pipeline: the demo's own plan on two nodes of two processes, with copies; a process is killed, and a spare takes
+  its node's place and state, from the memory of the neighbour;
 * restart: the whole command is ended (-9) and run again with `train.resume: latest`, as a scheduler would;
 * warm restart: a process of each pipeline is killed, so that `motet train` starts all nodes anew by itself, from the
   checkpoint, in processes that are forked with everything imported.
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -32,6 +36,8 @@ from benchmarks.reporting import Report
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.yaml"
 NUM_NODES, NODE_SIZE = 3, 2
+FAILURES: dict[str, object] = {"tolerate": 1}
+WITH_COPIES = FAILURES | {"copy_every": 3}
 LONGEST_WAIT_S = 120.0
 
 
@@ -41,13 +47,7 @@ def main() -> None:
     parser.add_argument("--seed", default="6")
     arguments = parser.parse_args()
     rng = Random(arguments.seed)
-    times: dict[str, list[float]] = {
-        "survivors go on": [],
-        "silent node": [],
-        "spare": [],
-        "warm restart": [],
-        "restart": [],
-    }
+    times: dict[str, list[float]] = defaultdict(list)
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for what, seconds in measure_round(Path(folder), rng).items():
@@ -57,12 +57,7 @@ def main() -> None:
 
 
 def measure_round(folder: Path, rng: Random) -> dict[str, float]:
-    run = Training(folder, failures={"tolerate": 1})
-    run.wait_for_step(6)
-    times = {"survivors go on": run.kill_and_wait(lambda: [rng.choice(run.processes())])}
-    run.wait_for_step(run.last_step() + 4)
-    times["silent node"] = run.kill_and_wait(lambda: [rng.choice(run.agents())], signal.SIGSTOP)
-    run.wait_for_step(run.last_step() + 4)
+    run, times = measure_losses(folder, FAILURES, rng)
     times["warm restart"] = run.kill_and_wait(lambda: [processes[0] for processes in run.processes_of_agents()])
     run.wait_for_step(run.last_step() + 4)
     started = time.monotonic()
@@ -75,18 +70,35 @@ def measure_round(folder: Path, rng: Random) -> dict[str, float]:
     )
     times["restart"] = time.monotonic() - started
     again.end()
-    times["spare"] = measure_spare(folder / "joined", rng)
+    times["spare"] = measure_spare(folder / "joined", FAILURES, rng)
+    run, of_copies = measure_losses(folder / "copies", WITH_COPIES, rng)
+    run.end()
+    times |= {f"{what}, with copies": seconds for what, seconds in of_copies.items()}
+    times["spare, with copies"] = measure_spare(folder / "joined, copies", WITH_COPIES, rng)
+    times["spare, one pipeline, with copies"] = measure_spare(folder / "one pipeline", WITH_COPIES, rng, num_nodes=2)
     return times
 
 
-def measure_spare(folder: Path, rng: Random) -> float:
+def measure_losses(folder: Path, failures: dict[str, object], rng: Random) -> tuple["Training", dict[str, float]]:
+    folder.mkdir(exist_ok=True)
+    run = Training(folder, failures=failures)
+    run.wait_for_step(6)
+    times = {"survivors go on": run.kill_and_wait(lambda: [rng.choice(run.processes())])}
+    run.wait_for_step(run.last_step() + 4)
+    times["silent node"] = run.kill_and_wait(lambda: [rng.choice(run.agents())], signal.SIGSTOP)
+    run.wait_for_step(run.last_step() + 4)
+    return run, times
+
+
+def measure_spare(folder: Path, failures: dict[str, object], rng: Random, num_nodes: int = NUM_NODES) -> float:
+    """`num_nodes`: where it is not that of this benchmark, the plan is the demo's own."""
     folder.mkdir()
-    run = Training(folder, failures={"tolerate": 1}, address=f"127.0.0.1:{_free_port()}")
+    run = Training(folder, failures=failures, address=f"127.0.0.1:{_free_port()}", num_nodes=num_nodes)
     run.wait_for_step(6)
     run.join()
     run.wait_until(lambda: bool(run.memberships()), "the spare")
     run.wait_for_step(run.last_step() + 4)
-    seconds = run.kill_and_wait(lambda: [rng.choice(run.processes_of_joined(NUM_NODES))])
+    seconds = run.kill_and_wait(lambda: [rng.choice(run.processes_of_joined(num_nodes))])
     run.end()
     return seconds
 
@@ -95,16 +107,23 @@ class Training:
     """`motet train` as a user runs it, in an output folder. `address`: where nodes join; None: it starts them."""
 
     def __init__(
-        self, folder: Path, *, failures: dict[str, object] | None, resume: bool = False, address: str | None = None
+        self,
+        folder: Path,
+        *,
+        failures: dict[str, object] | None,
+        resume: bool = False,
+        address: str | None = None,
+        num_nodes: int = NUM_NODES,
     ) -> None:
         self._metrics, self._log = folder / "out" / "metrics.jsonl", folder / "out" / "failures.jsonl"
         self._started = time.time()
         values = yaml.safe_load(EXAMPLE.read_text())
         replicas = {name: {"dp": NUM_NODES} for name in ("vision", "audio", "language_model")}
-        values["cluster"] = {"num_devices": NUM_NODES * NODE_SIZE, "num_nodes": NUM_NODES if failures else 1}
-        values["parallel"] = {
-            "planner": "explicit", "explicit": replicas, "placement": "colocated", "num_microbatches": 2,
-        }  # fmt: skip
+        values["cluster"] = {"num_devices": num_nodes * NODE_SIZE, "num_nodes": num_nodes if failures else 1}
+        if num_nodes == NUM_NODES:
+            values["parallel"] = {
+                "planner": "explicit", "explicit": replicas, "placement": "colocated", "num_microbatches": 2,
+            }  # fmt: skip
         values["data"]["num_train"] = 512
         values["train"] |= {
             "steps": 100_000,
@@ -123,7 +142,7 @@ class Training:
         self._process = self._start() if address is None else self._start("--listen", address)
         if address is not None:
             self.wait_until(lambda: "waiting for" in (folder / "stderr").read_text(), "the store")
-            for _ in range(NUM_NODES):
+            for _ in range(num_nodes):
                 self.join()
 
     def _start(self, *options: str) -> "subprocess.Popen[bytes]":

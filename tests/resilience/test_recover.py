@@ -81,6 +81,34 @@ def test_who_had_not_applied_an_update_applies_it_and_counts_it(tmp_path: Path) 
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [*enumerate(result["losses"], 1)]
 
 
+@pytest.mark.parametrize("written", ["loss", *in_campaigns(["held_out_loss"])])
+def test_what_the_lost_writer_did_not_write_is_written(tmp_path: Path, written: str) -> None:
+    """Rank 0 dies when all have finished step 2, before it writes the step's loss, or its evaluation; the others have
+    gone on to the next step, where nothing is left to be done for this one."""
+    original = Trainer._write
+    at_next_step = multiprocessing.get_context("fork").Barrier(4)
+
+    def note(trainer: Trainer) -> None:
+        if trainer.finished_steps == 2 and trainer.engine.model.mesh.world_size == 4:
+            at_next_step.wait()
+
+    def write_or_die(self: Trainer, step: int, values: Any) -> None:
+        if step == 2 and written in values and self.is_first and self.engine.model.mesh.world_size == 4:
+            at_next_step.wait()
+            die()
+        original(self, step, values)
+
+    evaluated = {"train__eval_every": 2, "train__eval_samples": 4} if written == "held_out_loss" else {}
+    config = config_of(tmp_path, train__steps=4, **evaluated)
+    with mock.patch.object(Trainer, "_write", write_or_die):
+        result = train_and(config, note)
+    [failure] = failures(config)
+    assert failure["step"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [*enumerate(result["losses"], 1)]
+    assert [line["step"] for line in lines if "held_out_loss" in line] == ([2, 4] if evaluated else [])
+
+
 def test_a_world_that_never_came_about_leaves_no_trace() -> None:
     """Else its ranks would call the groups of the next one by other names than ranks that were not in it."""
 

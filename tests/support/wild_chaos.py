@@ -41,6 +41,7 @@ from waiting import wait_until
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.resilience import launch_nodes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import join_training, run_agent, train_on_nodes
 from motet.resilience.store.embedded import StoreProcess
@@ -167,6 +168,8 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         apart = children()
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(temporary)))
         stack.enter_context(recorded(output))
+        # More threads would wait for each other in a busy loop: a joining node does not know who else is here.
+        stack.enter_context(mock.patch.object(launch_nodes, "available_cores", return_value=1))
         stack.enter_context(observed(Victim(trial.kills, board, STEPS - 1 if trial.waits else None)))
         started = time.monotonic()
         if trial.is_apart:

@@ -142,7 +142,7 @@ def train_on_nodes(
                     if listen is None:
                         succession = Succession(node_size, templates, failures.stop_below_guarantee, run.plan)
                         agents = [
-                            children.start(run_agent, config, address, secret, node, node_size, succession)
+                            children.start(run_agent, config, address, secret, node, node_size, succession, num_nodes)
                             for node in range(num_nodes)
                         ]
                     else:
@@ -251,8 +251,10 @@ def run_agent(
     node: int | None,
     node_size: int,
     succession: Succession,
+    nodes_here: int = 1,
 ) -> str | None:
     """Runs a node's agent in this process. `node`: its number; None: it joins a training that is under way.
+    `nodes_here`: nodes that share this machine's cores.
 
     Returns why the node's part is over, if the node was lost or the training failed. Raises `StoreLostError`."""
     failures = config.train.failures
@@ -264,7 +266,7 @@ def run_agent(
             agent_ends = [*(other.pipe for other in processes), mine]
             # Nodes of one machine share its devices.
             device = (node or 0) * node_size + place
-            process = children.start(_run_process, config, device, node_size, theirs, agent_ends)
+            process = children.start(_run_process, config, device, node_size, nodes_here, theirs, agent_ends)
             theirs.close()
             processes.append(WatchedProcess(process, mine))
         # An agent waits longer than the process that watches the store, which restarts everything.
@@ -283,7 +285,7 @@ def run_agent(
 
 
 def _run_process(
-    config: RunConfig, device: int, node_size: int, pipe: Connection, agent_ends: Sequence[Connection]
+    config: RunConfig, device: int, node_size: int, nodes_here: int, pipe: Connection, agent_ends: Sequence[Connection]
 ) -> None:
     """Runs a training process. `device`: its number among the machine's."""
     for other in agent_ends:  # If these stayed open here, the agent's end would go unnoticed.
@@ -292,7 +294,7 @@ def _run_process(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     os.environ |= OUTLIVING_PEERS
-    torch.set_num_threads(max(1, available_cores() // node_size))
+    torch.set_num_threads(max(1, available_cores() // (node_size * nodes_here)))
     link = AgentLink(pipe)
     try:
         TrainingProcess(config, link, node_size).run()

@@ -98,6 +98,8 @@ class _Report:
     finished_steps: int = -1
     settled_steps: int = -1
     is_saving: bool = False
+    is_writer: bool = False
+    """Whether it has written the metrics of all steps but the one in which it is."""
     gradients_are_complete: bool = False
     was_out: bool = False
     """It had no part in a membership since then, so others may have gone on without it."""
@@ -355,6 +357,7 @@ class TrainingProcess:
             oldest.finished_steps,
             oldest.summary.settled_steps,
             oldest.is_saving,
+            oldest.is_first and not oldest.summary.write_again,
             oldest.engine.gradients_are_complete,
         )
 
@@ -387,8 +390,13 @@ class TrainingProcess:
         if self._trainers and self._trainers[0].finished_steps < newest:
             assert summary.last is not None
             self._trainers[0].update(summary.last, summary.data)
-        settled = min(report.settled_steps for report in reports if report.finished_steps >= 0)
-        return replace(summary, settled_steps=settled, save_again=any(report.is_saving for report in reports))
+        having = [report for report in reports if report.finished_steps >= 0]
+        return replace(
+            summary,
+            settled_steps=min(report.settled_steps for report in having),
+            save_again=any(report.is_saving for report in having),
+            write_again=not any(report.is_writer for report in having),
+        )
 
     def _begin(self, trainer: Trainer, before: TrainingSummary | None, generation: int, run: RunRecord) -> None:
         """Starts from this run's last checkpoint, else from where the run file says, or from the beginning; collective.

@@ -91,6 +91,9 @@ class TrainingSummary:
     """Number of steps whose evaluation and saving are finished too."""
     save_again: bool = False
     """Whether a failure interrupted a checkpoint."""
+    write_again: bool = False
+    """Whether the metrics of the last finished step may not have been written, as the rank that writes them was lost.
+    It is at most one step behind: a step ends with a sum over all ranks."""
     data: dict[str, Any] = field(default_factory=dict)
     """The loader's state after the last finished step."""
     last: IterationResult | None = None
@@ -230,14 +233,19 @@ class Trainer:
         progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
         try:
             is_settled = self.summary.settled_steps == self.finished_steps
-            self._sinks = self._open_sinks(self.finished_steps - (not is_settled))
-            if not is_settled:  # A failure came between a step and what follows it.
+            writes_again = not is_settled or (self.summary.write_again and self.summary.last is not None)
+            self._sinks = self._open_sinks(self.finished_steps - writes_again)
+            if writes_again:
                 assert self.summary.last is not None
                 self._write(self.finished_steps, self._metrics(self.finished_steps, self.summary.last))
+            if not is_settled:  # A failure came between a step and what follows it.
                 self._evaluate_and_save(progress)
-            elif self.summary.save_again:
-                self._save()
-            self.summary.save_again = False
+            else:
+                if writes_again and self.finished_steps in self.summary.evaluations:
+                    self._write_evaluation()
+                if self.summary.save_again:
+                    self._save()
+            self.summary.save_again = self.summary.write_again = False
             launched: deque[LaunchedStep] = deque()
             self._begin_timing()
             while not self.is_done and not self.is_paused:
@@ -418,13 +426,16 @@ class Trainer:
         if self.held_out is not None and self._is_due(self.settings.eval_every, self.finished_steps):
             loss = self.summary.evaluations[self.finished_steps] = self.evaluate()
             progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
-            self._write(self.finished_steps, {"held_out_loss": loss})
+            self._write_evaluation()
             if loss < self.summary.best_loss:
                 self.summary.best_loss, self.summary.best_step = loss, self.finished_steps
         every = self.settings.checkpoint_every
         if every and (self._is_best or self._is_due(every, self.finished_steps)):
             self._save()
         self.summary.settled_steps = self.finished_steps
+
+    def _write_evaluation(self) -> None:
+        self._write(self.finished_steps, {"held_out_loss": self.summary.evaluations[self.finished_steps]})
 
     @property
     def _is_best(self) -> bool:
