@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from motet.resilience import agent as agents
 from motet.resilience.agent import NodeAgent, Successor
 from motet.resilience.membership import FAILURE, RUN, Change, Membership, RunRecord, key
 from motet.resilience.process_control import WatchedProcess
 from motet.resilience.store.store import StoreAwayError
+from motet.resilience.training_end import watch_training
 
 PATIENCE_S = 1e6
 
@@ -31,7 +33,7 @@ class FullStore:
 
     def sync(self) -> None:
         if self.is_away:
-            raise StoreAwayError
+            raise StoreAwayError("nobody answers")
 
     def create(self, key: str, value: str) -> str:
         self.sync()
@@ -231,8 +233,44 @@ def test_training_goes_on_without_a_store_but_nobody_waits_for_it_forever() -> N
     assert not agent.is_over()
     assert not agent.is_over()
     agent._handle_message(a_process(), "interrupted", 1)
+    assert not agent.is_over(), "it waits from now on"
     assert agent.is_over()
     assert agent._end_reason == "the store has not answered for 0 s"
+
+
+def test_who_has_finished_does_not_wait_for_a_store_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "find_loss", lambda *_: None)
+    monkeypatch.setattr(agents, "receive_from", lambda _: ())
+    store = FullStore({key("membership", 1): BOTH.to_json()})
+    agent = agent_of(0, store)
+    assert not agent.is_over()
+    store.is_away, agent.store_patience_s = True, 0.0
+    own, pipe = multiprocessing.Pipe()
+    agent.processes = [WatchedProcess(multiprocessing.current_process(), pipe, is_done=True)]
+    monkeypatch.setattr(agents, "kill_all", lambda _: None)
+    assert not agent.is_over()
+    assert agent.is_over()
+    told = "the store has not answered for 0 s; the training is finished, but its result could not be told"
+    assert agent._end_reason == told
+    own.close()
+    pipe.close()
+
+
+def test_who_started_the_nodes_does_not_wait_for_a_store_when_they_have_ended(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class EndingAgent:
+        num_asked = 0
+
+        def is_alive(self) -> bool:
+            self.num_asked += 1
+            return self.num_asked < 3
+
+    store, agent = FullStore({key("membership", 1): BOTH.to_json()}), EndingAgent()
+    store.is_away = True
+    end = watch_training(store, BOTH, [agent])  # type: ignore[list-item]
+    assert (end.result, end.failure, end.last, agent.num_asked) == (None, None, BOTH, 3)
+    assert capfd.readouterr().err.count("memberships do not change") == 1
 
 
 def test_a_spare_that_has_gone_is_told_when_something_changes() -> None:

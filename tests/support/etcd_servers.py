@@ -51,9 +51,12 @@ class EtcdServers:
         self._processes[i] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def signal(self, i: int, number: signal.Signals) -> None:
-        os.kill(self._processes[i].pid, number)
+        pid = self._processes[i].pid
+        os.kill(pid, number)
         if number == signal.SIGKILL:
             self._processes[i].wait()
+        if number == signal.SIGSTOP:  # Its threads go on until the one that the kernel has chosen had a turn.
+            wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
 
     def end(self) -> None:
         for process in self._processes.values():

@@ -71,7 +71,7 @@ class NodeAgent:
     silence_s: float
     """Silence of a lost process."""
     store_patience_s: float
-    """How long the store may be away while nothing is trained."""
+    """How long the store may be away while this node waits for it: nothing is trained, or the training is done."""
     output: Path
     is_warned: bool = False
     """Whether this machine is about to be taken away."""
@@ -93,6 +93,8 @@ class NodeAgent:
     """What the store has not taken yet."""
     _away_since: float | None = None
     """Since when the store has been away."""
+    _needed_since: float | None = None
+    """Since when, in this time, the node has waited for it."""
     _is_interrupted: bool = False
     """Whether a process waits for the next membership, as this one has ended there."""
     _end_reason: str | None = None
@@ -131,7 +133,7 @@ class NodeAgent:
                 self.store.create(name, self._unwritten[name])
                 del self._unwritten[name]
             if self._away_since is not None:
-                self._away_since = None
+                self._away_since = self._needed_since = None
                 send_to(self.processes, STORE_BACK)
             return self._act(now)
         except StoreAwayError:
@@ -175,16 +177,23 @@ class NodeAgent:
             self._away_since = now
             send_to(self.processes, STORE_AWAY)
         self._receive()
+        is_done = bool(self.processes) and all(watched.is_done for watched in self.processes)
         if self._own_loss(now) is not None:
             kill_all(self.processes)
-        elif self._was_member and not self._is_interrupted:
+        elif self._was_member and not self._is_interrupted and not is_done:
+            self._needed_since = None
             return False
         elif self.is_warned:
             return True
-        if now - self._away_since <= self.store_patience_s:
+        if self._needed_since is None:
+            self._needed_since = now
+        if now - self._needed_since <= self.store_patience_s:
             return False
         kill_all(self.processes)
-        self._end_reason = self._failure or f"the store has not answered for {self.store_patience_s:g} s"
+        self._end_reason = self._failure or (
+            f"the store has not answered for {self.store_patience_s:g} s"
+            + is_done * "; the training is finished, but its result could not be told"
+        )
         return True
 
     def _why_out(self) -> str | None:

@@ -43,6 +43,7 @@ from motet.resilience.membership import (
     Change,
     RunRecord,
     as_json,
+    check_record,
     first_difference,
     silence_s,
     store_timeout_s,
@@ -52,7 +53,7 @@ from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingPro
 from motet.resilience.store.channel import UntrustedPeerError
 from motet.resilience.store.embedded import EmbeddedStore, StoreProcess
 from motet.resilience.store.etcd import EtcdAddress, EtcdStore, StoreAddress
-from motet.resilience.store.store import Store, StoreLostError, make_secret, read_secret
+from motet.resilience.store.store import Store, StoreAwayError, StoreLostError, make_secret, read_secret
 from motet.resilience.succession import Succession
 from motet.resilience.training_end import TrainingEnd, begin_training, first_membership, watch_training
 from motet.runtime.launch import WorkerFailedError
@@ -92,7 +93,7 @@ def _client(
     """A client of the store. `is_new`: a training begins there. `replaces`: after one of this process's. `is_patient`:
     it waits longer than the others."""
     if isinstance(address, EtcdAddress):
-        return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new, replaces=replaces)
+        return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new, replaces=replaces, check=check_record)
     return EmbeddedStore(address, secret, (1 + is_patient) * store_timeout_s(detect_s))
 
 
@@ -149,7 +150,7 @@ def train_on_nodes(
                         told = f"waiting for {num_nodes} nodes: motet train RUN.yaml --join"
                         print(f"motet: {told} {_text(address)}", file=sys.stderr, flush=True)
                     return _outcome(watch_training(client, first, agents), failures.detect_s, agents)
-            except (NodesLostError, StoreLostError) as error:
+            except (NodesLostError, StoreLostError, StoreAwayError) as error:
                 changes = error.changes if isinstance(error, NodesLostError) else ()
                 # Nodes that reach each other and not etcd may still train: only those that ended here certainly do not.
                 most = 0 if isinstance(listen, EtcdAddress) else failures.restarts

@@ -10,13 +10,17 @@ Limits: files that a run file names (data, costs, a tokenizer) are compared by n
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from motet.addresses import Address
+from motet.addresses import Address, host_and_port
 from motet.config import RunConfig
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.strict_parsing import parse_strictly
 
 FIRST_GENERATION = 1
 
@@ -104,6 +108,46 @@ class Membership:
         for name in ("nodes", "leaving", "waiting", "staying"):
             values[name] = tuple(values[name])
         return Membership(changes=changes, **values)
+
+
+def check_record(name: str, value: str) -> None:
+    """Raises `UserError` unless the value is what the table of `key` says of its key. Agents read what is in the store
+    as if one of them had written it, so a store takes, or shows, nothing else, even from who knows the secret."""
+    kind, *numbers = name.split("/")
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
+        raise UserError(f"{name[:100]!r} is no key")
+    match kind, [int(number) for number in numbers]:
+        case "run", []:
+            run = parse_strictly(RunRecord, value, name)
+            if not isinstance(run.config.get("train"), dict) or "resume" not in run.config["train"]:
+                raise UserError(f"{name}: config: is no run file")
+        case "failure", []:
+            parse_strictly(_Failure, value, name)
+        case "membership", [generation]:
+            membership = parse_strictly(Membership, value, name)
+            if membership.generation != generation:
+                raise UserError(f"{name}: is of generation {membership.generation}")
+            try:
+                Plan.from_json(membership.plan)
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from None
+        case "meeting", [_]:
+            if host_and_port(value) is None:
+                raise UserError(f"{name}: is no address")
+        case "result", [_]:
+            parse_strictly(dict[str, Any], value, name)
+        case (("node" | "alive" | "logged" | "seen_end"), [_]):
+            pass
+        case (("done" | "left"), [_, _]):
+            pass
+        case _:
+            raise UserError(f"{name[:100]!r} is no key")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    message: str
 
 
 def memberships_after(values: Values, generation: int) -> Iterator[Membership]:

@@ -1,5 +1,6 @@
 """Starts a training in its store, and waits for its end."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,12 +53,19 @@ def first_membership(num_nodes: int, plan: str) -> Membership:
 
 def watch_training(store: Store, first: Membership, agents: Sequence[BaseProcess] = ()) -> TrainingEnd:
     """Returns when the training is over and its nodes know it, or when all nodes are lost. It begins under the `first`
-    membership when so many nodes have come. `agents`: those that are children of this process."""
+    membership when so many nodes have come. `agents`: those that are children of this process.
+
+    While the store is away, training goes on, and nobody here can know how far it has come: this waits as long as that
+    takes, unless all `agents` have ended."""
     known: list[Membership] = []
+    is_away = False
     end, deadline = None, 0.0
     while True:
         try:
             store.sync()
+            if is_away:
+                is_away = False
+                _tell("the store answers again")
             if not known and num_registered(store.values) >= len(first.nodes):
                 store.create(key("membership", FIRST_GENERATION), first.to_json())
             known += memberships_after(store.values, len(known))
@@ -77,10 +85,18 @@ def watch_training(store: Store, first: Membership, agents: Sequence[BaseProcess
                 )
                 if (all_know and not any(agent.is_alive() for agent in agents)) or time.monotonic() > deadline:
                     return end
-        except StoreAwayError:
-            pass
+        except StoreAwayError as error:
+            if not is_away:
+                is_away = True
+                _tell(f"{error}; training goes on, and memberships do not change until the store answers")
+            if agents and not any(agent.is_alive() for agent in agents):
+                return end or TrainingEnd(None, None, known[-1] if known else first, ())
         finally:
             time.sleep(POLL_S)
+
+
+def _tell(what: str) -> None:
+    print(f"motet: {what}", file=sys.stderr, flush=True)
 
 
 def _end(store: Store, last: Membership, result: str | None, failure: str | None) -> TrainingEnd:

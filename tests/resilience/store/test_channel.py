@@ -2,16 +2,22 @@
 
 import json
 import os
+import re
 import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
+from training import plan_of, run_config
 from waiting import wait_until
 
 from motet.addresses import Address
+from motet.resilience.membership import FAILURE, RUN, KeyKind, Membership, RunRecord, as_json, check_record, key
 from motet.resilience.store import channel as channel_module
 from motet.resilience.store import embedded
 from motet.resilience.store.channel import Channel, MalformedMessageError, UntrustedPeerError, open_channel
@@ -27,11 +33,17 @@ def contents() -> StoreContents:
     return StoreContents(SILENCE_S)
 
 
-@pytest.fixture
-def address(contents: StoreContents) -> Iterator[Address]:
+@contextmanager
+def served(contents: StoreContents) -> Iterator[Address]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=StoreServer(listener, SECRET, contents).run, daemon=True).start()
         yield listener.getsockname()
+
+
+@pytest.fixture
+def address(contents: StoreContents) -> Iterator[Address]:
+    with served(contents) as address:
+        yield address
 
 
 def received(connection: socket.socket) -> bytes:
@@ -150,6 +162,64 @@ def test_a_malformed_message_ends_its_own_connection(
             rogue.receive(30)
         trained_on(address, store)
     assert "motet: store: ended the connection of 127.0.0.1:" in capfd.readouterr().err
+
+
+PLAN = plan_of(run_config(Path())).to_json()
+WRONG_PLAN = re.sub(r'("ranks": \[\s*)\d+', r"\g<1>1000000000", PLAN, count=1)
+FIRST = Membership(generation=1, nodes=(0, 1), num_admitted=2, plan=PLAN)
+NO_RECORDS = {
+    "a membership of text": ("membership/2", "its own"),
+    "a membership of a list": ("membership/2", "[]"),
+    "a membership of another generation": ("membership/3", FIRST.to_json()),
+    "a membership of no plan": ("membership/1", replace(FIRST, plan="{}").to_json()),
+    "a membership of ranks that there are not": ("membership/1", replace(FIRST, plan=WRONG_PLAN).to_json()),
+    "a membership with one key more": ("membership/1", json.dumps({**json.loads(FIRST.to_json()), "evil": 1})),
+    "a membership of negative nodes": ("membership/1", FIRST.to_json().replace('"nodes": [0, 1]', '"nodes": ["x"]')),
+    "nested": ("membership/1", "[" * 100_000),
+    "a run without a run file": ("run", RunRecord(config={}).to_json()),
+    "a meeting nowhere": ("meeting/1", "nowhere"),
+    "a failure of nothing": ("failure", "{}"),
+    "a result that is none": ("result/1", "7"),
+    "a node that is no number": ("node/x", ""),
+    "a node of 5000 digits": ("node/" + "9" * 190, ""),
+    "a key of its own": ("evil/1", ""),
+    "too few numbers": ("done/1", ""),
+}
+
+
+@pytest.mark.parametrize("said", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_who_knows_the_secret_writes_nothing_that_agents_cannot_read(
+    said: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    contents = StoreContents(SILENCE_S, check_record)
+    with served(contents) as address, EmbeddedStore(address, SECRET, 30) as store:
+        store.create(key("membership", 1), FIRST.to_json())
+        with EmbeddedStore(address, SECRET, 30) as rogue, pytest.raises(StoreLostError):
+            rogue.create(*said)
+        store.sync()
+        assert store.values == {key("membership", 1): FIRST.to_json()}
+    assert "which sent a value that is none: " in capfd.readouterr().err
+
+
+RECORDS = {
+    key("node", 3): "0af3",
+    key("alive", 3): "",
+    key("membership", 1): FIRST.to_json(),
+    key("meeting", 1): "127.0.0.1:80",
+    key("done", 1, 3): "",
+    key("left", 1, 3): "",
+    key("result", 1): '{"losses": [1.5]}',
+    key("logged", 1): "",
+    key("seen_end", 3): "",
+    FAILURE: '{"kind": "mistake", "message": "x"}',
+    RUN: RunRecord(config=as_json(run_config(Path())), plan=PLAN).to_json(),
+}
+
+
+def test_what_agents_write_is_taken() -> None:
+    assert {name.partition("/")[0] for name in RECORDS} == {*get_args(KeyKind), FAILURE, RUN}
+    for name, value in RECORDS.items():
+        check_record(name, value)
 
 
 def channel_pair() -> tuple[Channel, Channel, socket.socket, socket.socket]:

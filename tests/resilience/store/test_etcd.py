@@ -13,11 +13,12 @@ import pytest
 from etcd_servers import EtcdServers, etcd_servers
 from interrupted_training import at, before_each_step, config_of, die, failures, kill_node, undisturbed
 from sampling import in_campaigns
-from training import plan_of
+from training import plan_of, run_config
 from waiting import wait_until
 
 from motet.errors import UserError
 from motet.resilience.launch_nodes import join_training, train_on_nodes
+from motet.resilience.membership import Membership, check_record, key
 from motet.resilience.store.etcd import EtcdAddress, EtcdStore
 from motet.resilience.store.store import SECRET_VARIABLE, StoreAwayError, StoreLostError
 from motet.runtime.checkpoint.folder import find_checkpoints
@@ -78,6 +79,25 @@ def test_who_does_not_know_the_secret_changes_nothing(servers: EtcdServers, capf
         with pytest.raises(StoreLostError, match="does not know the secret"):
             store.create("membership/1", "ours")
     assert "membership/1 is not read, as its HMAC is wrong" in capfd.readouterr().err
+
+
+def test_who_knows_the_secret_writes_nothing_that_agents_cannot_read(
+    servers: EtcdServers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a rogue has written past this client is not read, and what an agent writes takes its place."""
+    address, first = servers.address("rogue"), key("membership", 1)
+    with EtcdStore(address, SECRET, 1.0, is_new=True, check=check_record) as store:
+        with EtcdStore(address, SECRET, 1.0) as rogue:
+            rogue.create(first, "its own")
+            rogue.create("node/x", "")
+            rogue.create("meeting/1", "nowhere")
+            rogue.create("node/0", "")
+        wait_until(lambda: has(store, "node/0", ""))
+        assert store.values == {"node/0": ""}
+        membership = Membership(generation=1, nodes=(0,), num_admitted=1, plan=plan_of(run_config(Path())).to_json())
+        assert store.create(first, membership.to_json()) == membership.to_json()
+        wait_until(lambda: has(store, first, membership.to_json()))
+    assert "etcd: membership/1 is not read: membership/1: is not JSON" in capfd.readouterr().err
 
 
 def test_one_run_of_a_name_at_a_time(servers: EtcdServers) -> None:

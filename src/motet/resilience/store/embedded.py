@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,6 +21,7 @@ from typing import Any
 
 from motet.addresses import Address, address_text
 from motet.errors import UserError
+from motet.resilience.membership import check_record
 from motet.resilience.process_control import Children
 from motet.resilience.store.channel import (
     Channel,
@@ -44,10 +45,11 @@ _TICK_S = 0.02
 
 
 class StoreContents:
-    """Contents of a store, with a revision for each change. `silence_s`: of a node that counts as lost."""
+    """Contents of a store, with a revision for each change. `silence_s`: of a node that counts as lost. `check`: raises
+    `UserError` for what is not taken."""
 
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
+    def __init__(self, silence_s: float, check: Callable[[str, str], None] = lambda key, value: None) -> None:
+        self._silence_s, self._check = silence_s, check
         self._values: dict[str, str] = {}
         self._changed: list[str] = []
         """Keys, in the order of their changes; a revision is a position in it."""
@@ -67,6 +69,7 @@ class StoreContents:
                     changes = {key: self._values.get(key) for key in self._changed[since:]}
                     return {"revision": len(self._changed), "changes": changes}
             case {"op": "create", "key": str(key), "value": str(value)} if 0 < len(key) <= MAX_KEY_LENGTH:
+                self._check_record(key, value)
                 with self._lock:
                     if key not in self._values:
                         self._set(key, value)
@@ -92,6 +95,12 @@ class StoreContents:
                 del self._deadlines[node]
                 del self._values[f"alive/{node}"]
                 self._changed.append(f"alive/{node}")
+
+    def _check_record(self, key: str, value: str) -> None:
+        try:
+            self._check(key, value)
+        except UserError as error:
+            raise MalformedMessageError(f"a value that is none: {error}"[:500]) from None
 
     def _set(self, key: str, value: str) -> None:
         if len(self._changed) >= MAX_KEYS:
@@ -231,4 +240,4 @@ class StoreProcess(AbstractContextManager["StoreProcess"]):
 
 def _host_store(begun: Connection, listener: socket.socket, secret: bytes, silence_s: float) -> None:
     begun.send_bytes(b"!")
-    StoreServer(listener, secret, StoreContents(silence_s)).run()
+    StoreServer(listener, secret, StoreContents(silence_s, check_record)).run()

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,17 +68,27 @@ StoreAddress = Address | EtcdAddress
 
 class EtcdStore(AbstractContextManager["EtcdStore"]):
     """A client. `is_new`: begins another attempt; otherwise the newest one is used. `replaces`: the newest one was this
-    process's, which has ended its nodes, though their leases may still run.
+    process's, which has ended its nodes, though their leases may still run. `check`: raises `UserError` for values that
+    are not read, whoever wrote them.
 
-    Raises `UserError` if the package is missing or no server can be used."""
+    Raises `UserError` if the package is missing or no server can be used, `StoreLostError` if none can be used any
+    more."""
 
     def __init__(
-        self, address: EtcdAddress, secret: bytes, silence_s: float, *, is_new: bool = False, replaces: bool = False
+        self,
+        address: EtcdAddress,
+        secret: bytes,
+        silence_s: float,
+        *,
+        is_new: bool = False,
+        replaces: bool = False,
+        check: Callable[[str, str], None] = lambda key, value: None,
     ) -> None:
         self._secret, self._lease_s = secret, max(SHORTEST_LEASE_S, math.ceil(silence_s))
         self._servers = [_client(server) for server in address.servers]
         self._current = 0
         self._untrusted: set[str] = set()
+        self._check = check
         self._run = f"/motet/{address.name}/"
         try:
             self.here = _address_towards(address.servers)
@@ -91,6 +101,8 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             elif not attempt:
                 raise StoreLostError("no run of this name has begun")
         except StoreAwayError as error:
+            if replaces:
+                raise StoreLostError(str(error)) from None
             raise UserError(f"{address}: {error}; give etcd servers that answer") from None
         self._attempt, self._prefix = attempt, f"{self._run}{attempt}/"
         self.values: Mapping[str, str] = {}
@@ -122,7 +134,7 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             self.values = dict(self._known)
 
     def create(self, key: str, value: str) -> str:
-        return self._create(self._prefix + key, value)
+        return self._create(self._prefix + key, value, lambda standing: self._is_record(key, standing))
 
     def register(self, node: int | None = None) -> int:
         number, token = node or 0, os.urandom(8).hex()
@@ -162,6 +174,8 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
         written, revision = self._read(self._prefix, self._revision + 1)
         alive = self._keys(f"{self._prefix}alive/")
         has_ended = self._newest_attempt() > self._attempt
+        written = {key: value for key, value in written.items() if self._is_record(key, value)}
+        alive = [key for key in alive if self._is_record(key, "")]
         with self._lock:
             self._known |= {key: value for key, value in written.items() if not key.startswith("alive/")}
             for key in [key for key in self._known if key.startswith("alive/")]:
@@ -170,6 +184,14 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             self._revision, self._read_at = max(self._revision, revision), began
             if has_ended:
                 self._lost = "all nodes were started anew while this one did not reach the store"
+
+    def _is_record(self, key: str, value: str) -> bool:
+        try:
+            self._check(key, value)
+        except UserError as error:
+            self._tell_once(key, f"is not read: {str(error)[:500]}")
+            return False
+        return True
 
     def _renew(self) -> None:
         now = time.monotonic()
@@ -201,24 +223,30 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
                         self._changed.set()
             self._is_closed.wait(READ_S)
 
-    def _create(self, key: str, value: str) -> str:
-        signed = self._signed(key, value)
-        answer = self._ask(
-            "/kv/txn",
-            {
-                "compare": [
-                    {"key": _encoded(key), "target": "CREATE", "result": "EQUAL", "create_revision": 0},
-                ],
-                "success": [{"request_put": {"key": _encoded(key), "value": _encoded(signed)}}],
-                "failure": [{"request_range": {"key": _encoded(key)}}],
-            },
-        )
-        if answer.get("succeeded"):
-            return value
-        standing = self._checked(answer["responses"][0]["response_range"]["kvs"][0])
-        if standing is None:
-            raise StoreLostError(f"etcd: {key} was written by somebody who does not know the secret of this run")
-        return standing
+    def _create(self, key: str, value: str, is_record: Callable[[str], bool] = lambda standing: True) -> str:
+        """`is_record`: whether a value may stand; another one is replaced, as nobody reads it."""
+        put = {"request_put": {"key": _encoded(key), "value": _encoded(self._signed(key, value))}}
+        revision = 0  # Of a key that is not there.
+        while True:
+            answer = self._ask(
+                "/kv/txn",
+                {
+                    "compare": [{"key": _encoded(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}],
+                    "success": [put],
+                    "failure": [{"request_range": {"key": _encoded(key)}}],
+                },
+            )
+            if answer.get("succeeded"):
+                return value
+            rows = answer["responses"][0]["response_range"].get("kvs", [{}])
+            revision = int(rows[0].get("mod_revision", 0))
+            if revision:
+                standing = self._checked(rows[0])
+                if standing is None:
+                    told = "was written by somebody who does not know the secret of this run"
+                    raise StoreLostError(f"etcd: {key} {told}")
+                if is_record(standing):
+                    return standing
 
     def _read(self, prefix: str, since: int) -> tuple[dict[str, str], int]:
         """Returns the values by key, without the prefix, of the given revision and later, and the newest revision."""
@@ -250,10 +278,13 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
         value = text[64:]
         if hmac.compare_digest(text.encode(errors="replace"), self._signed(key, value).encode(errors="replace")):
             return value
+        self._tell_once(key, "is not read, as its HMAC is wrong")
+        return None
+
+    def _tell_once(self, key: str, what: str) -> None:
         if key not in self._untrusted:
             self._untrusted.add(key)
-            print(f"motet: etcd: {key} is not read, as its HMAC is wrong", file=sys.stderr, flush=True)
-        return None
+            print(f"motet: etcd: {key} {what}", file=sys.stderr, flush=True)
 
     def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Asks one server after the other. Raises `StoreAwayError` if none answers."""
