@@ -1,6 +1,7 @@
 """Runs `python -m motet` many times: each in a process of its own, forked from one that has imported what it needs."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,22 +74,33 @@ def _serve(modules: Path) -> None:
     for name in modules.read_text().splitlines():
         with contextlib.suppress(ImportError):  # Some are made while others are imported.
             importlib.import_module(name)
+    gc.freeze()
     for line in sys.stdin:
         folder, arguments, streams, timeout_s = json.loads(line)
         child = os.fork()
         if child == 0:
-            _become_command(folder, arguments, streams)
+            os._exit(_become_command(folder, arguments, streams))
         print(json.dumps(_wait(child, timeout_s)), flush=True)
 
 
-def _become_command(folder: str, arguments: list[str], streams: list[str]) -> None:
-    """As `python -m motet` in that folder. Raises `SystemExit`, or what the command raises."""
+def _become_command(folder: str, arguments: list[str], streams: list[str]) -> int:
+    """As `python -m motet` in that folder. Returns the exit code."""
     os.chdir(folder)
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     sys.stdin = open(0)  # noqa: SIM115
     sys.path[0], sys.argv = folder, ["motet", *arguments]
-    runpy.run_module("motet", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("motet", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
 
 
 def _wait(child: int, timeout_s: float) -> tuple[int, float]:
