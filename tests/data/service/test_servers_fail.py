@@ -231,6 +231,42 @@ def test_whatever_a_stranger_asks_it_gets_nothing() -> None:
     assert all("the token is missing or wrong" in told for told in got.values()), got
 
 
+def ask_for_nonsense(address: str) -> dict[str, str]:
+    """By what a client with the token asks for: what its error says."""
+    agreed = '{"agreed": "x", "ticket": %s}'
+    asked = {
+        "no JSON": b"\xff",
+        "nested": b"[" * 100_000,
+        "a list": b"[]",
+        "no ticket": b"{}",
+        "a nested ticket": (agreed % json.dumps("[" * 100_000)).encode(),
+        "an index before the first": (
+            agreed % json.dumps('{"split": "train", "indices": [-1], "module": null}')
+        ).encode(),
+        "no indices": (agreed % json.dumps('{"split": "train", "indices": "all", "module": null}')).encode(),
+        "other data": (agreed % json.dumps('{"split": "train", "indices": [0], "module": null}')).encode(),
+    }
+    client = flight.FlightClient(address)
+    options = flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {TOKEN}".encode())])
+    got = {}
+    for name, ticket in asked.items():
+        try:
+            got[name] = repr(client.do_get(flight.Ticket(ticket), options).read_all())
+        except flight.FlightServerError as error:
+            got[name] = str(error)
+    return got
+
+
+def test_nonsense_from_who_has_the_token_ends_nothing() -> None:
+    config = data_config(workers=0)
+    with serving(config) as (server,), training(with_servers(config, server.address)) as client:
+        client.next(1)
+        told = run_distributed(lambda rank: ask_for_nonsense(server.address), 1)[0]
+        client.next(1)
+    assert "different data" in told["other data"]
+    assert all(text and "pyarrow.Table" not in text for text in told.values()), told
+
+
 def other(**changed: object) -> RunConfig:
     return data_config(workers=0, server_timeout_s=2.0, **changed)
 

@@ -1,9 +1,17 @@
-"""A training that survives failures opens no port to other machines when it runs on one."""
+"""A training that survives failures opens no port to other machines when it runs on one, and one address where it runs
+on several."""
 
 import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from interrupted_training import at, config_of, train_and
+
+from motet.resilience.process_control import Children
+from motet.resilience.recover import TrainingProcess
+from motet.resilience.store.embedded import EmbeddedStore, StoreProcess
 
 
 def listening(launcher: int) -> list[str]:
@@ -26,3 +34,27 @@ def test_only_loopback_is_listened_at(tmp_path: Path) -> None:
     addresses = found.read_text().split()
     assert len(addresses) >= 2, "the store, and the meeting place of the ranks"
     assert all(address.startswith("0100007F:") for address in addresses), addresses
+
+
+def test_a_store_listens_at_its_own_address_alone() -> None:
+    """Not at the other addresses of its machine."""
+    with StoreProcess(("127.0.0.2", 0), b"a secret of this run", 1e6) as store, Children() as children:
+        store.start(children)
+        with EmbeddedStore(store.address, b"a secret of this run", 30) as client:
+            client.sync()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", store.address[1]))
+
+
+def test_ranks_meet_at_their_machines_address_alone() -> None:
+    """torch's own store asks for no secret, so it must not be reachable from other networks of the machine."""
+    process = TrainingProcess.__new__(TrainingProcess)
+    told: list[tuple[int, int]] = []
+    process._link = SimpleNamespace(send=lambda _, place: told.append(place))  # type: ignore[assignment]
+    membership = SimpleNamespace(generation=1)
+    place = process._meeting_place(SimpleNamespace(rank=0, host="127.0.0.2", membership=membership))  # type: ignore[arg-type]
+    [(_, port)] = told
+    assert place.port == port
+    socket.create_connection(("127.0.0.2", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

@@ -94,7 +94,7 @@ class DataServer(flight.FlightServerBase):
         try:
             request = Request.from_bytes(ticket.ticket)
             self._check(request)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise flight.FlightServerError(str(error)) from None
         self._count("tickets")
         return flight.GeneratorStream(SCHEMA, self._messages(request.ticket))

@@ -386,13 +386,17 @@ def export_parts(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
-    """Calls `write` with a new folder, which replaces `folder` when it is complete.
+    """Calls `write` with a new folder, which replaces `folder` when it is complete. If this process is killed, one or the
+    other is whole: in its place, or, between two renames, beside it, from where the next call takes it back.
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
+    partial, replaced = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "replaced.tmp"))
+    if (replaced / marker).is_file() and not folder.exists():
+        replaced.rename(folder)
     if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"export: {folder} exists and is not an earlier export; give another folder")
-    partial = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in (partial, replaced):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         write(partial)
@@ -400,8 +404,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) ->
         shutil.rmtree(partial)
         raise
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(replaced)
     partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def generation_config(tokenizer: Any) -> GenerationConfig:
