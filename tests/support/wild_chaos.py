@@ -10,6 +10,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -59,6 +60,7 @@ OF_STORES = {
 }
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "evaluation")
 PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = "/dev/shm"
 FORK = multiprocessing.get_context("fork")
 LONGEST_ERROR = 1e-9
 """Relative. Sums are taken in other orders."""
@@ -153,7 +155,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     board = Board()
     # What loses its parent becomes a child of this process, which sees it.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
-    before, descriptors = children(), len(os.listdir("/proc/self/fd"))
+    before, descriptors, segments = children(), len(os.listdir("/proc/self/fd")), {*os.listdir(SHARED_MEMORY)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         output, temporary = Path(folder) / "run", Path(folder) / "temporary"
         temporary.mkdir()
@@ -189,6 +191,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         saved = find_checkpoints(output / "checkpoints")[-1].name
     wait_until(lambda: children() <= before, "processes are left")
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left")
+    wait_until(lambda: not left_segments() - segments, "segments of shared memory are left")
     assert saved == f"step_{STEPS:08d}", (trial, saved, log)
     # Where no process has survived, the result holds the steps since the checkpoint; the metrics hold all of them.
     written = {line["step"]: line["loss"] for line in metrics if "loss" in line}
@@ -278,6 +281,12 @@ def children() -> set[int]:
         if int(parent) == os.getpid() and state != "Z":
             found.add(int(folder.name))
     return found
+
+
+def left_segments() -> set[str]:
+    """Segments of shared memory whose process has ended."""
+    found = ((name, re.search(r"_(\d+)_", name)) for name in os.listdir(SHARED_MEMORY))
+    return {name for name, owner in found if owner is None or not Path(f"/proc/{owner[1]}").exists()}
 
 
 def _pid_of_member(servers: EtcdServers, number: int) -> int:

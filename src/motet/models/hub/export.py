@@ -386,8 +386,8 @@ def export_parts(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
-    """Calls `write` with a new folder, which replaces `folder` when it is complete. If this process is killed, one or the
-    other is whole: in its place, or, between two renames, beside it, from where the next call takes it back.
+    """Calls `write` with a new folder, which replaces `folder` when it is complete. If this process is killed, one of
+    them is whole: in its place, or, between two renames, beside it, from where the next call takes it back.
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
     partial, replaced = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "replaced.tmp"))
