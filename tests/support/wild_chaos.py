@@ -284,9 +284,9 @@ def children() -> set[int]:
 
 
 def left_segments() -> set[str]:
-    """Segments of shared memory whose process has ended."""
+    """Segments of torch's shared memory whose process has ended."""
     found = ((name, re.search(r"_(\d+)_", name)) for name in os.listdir(SHARED_MEMORY))
-    return {name for name, owner in found if owner is None or not Path(f"/proc/{owner[1]}").exists()}
+    return {name for name, owner in found if owner is not None and not Path(f"/proc/{owner[1]}").exists()}
 
 
 def _pid_of_member(servers: EtcdServers, number: int) -> int:
