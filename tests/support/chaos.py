@@ -272,6 +272,7 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
         path = Path(folder) / FAILURES
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         assert applied_ids(Path(folder)) == ids, trial  # No sample lost or doubled, and their order.
+    board.check_phases()
     log = tuple(lines)
     fired = {kill: board.fired_at(i) for i, kill in enumerate(trial.kills) if board.is_fired(i)}
     assert len(result["losses"]) == len(losses), (trial, result["losses"], log)

@@ -26,17 +26,19 @@ from motet.parallel.tensor.tensor_plans import local_ranges
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION, MembershipNotice
 from motet.resilience.recover import TrainingProcess
+from motet.runtime.bound_program import BoundCompute
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.communication.gradient_reduction import GradientReducer
 from motet.runtime.executor import Executor
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.training.trainer import Trainer
-from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.action import Kind
 
 MOST_SHARDS = 2
 """Of tensor parallelism in these trials."""
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
 ALL_PHASES = (*PHASES, "evaluation")
+OF_EVERY_STEP = PHASES[:4]
 OF_AGENTS = {"agent": signal.SIGKILL, "stopped agent": signal.SIGSTOP, "warning": signal.SIGTERM}
 SERVER_SIGNALS = {
     "store": signal.SIGKILL,
@@ -80,6 +82,12 @@ class Board:
 
     def set_phase(self, node: int, phase: str) -> None:
         self._PHASE.pack_into(self._memory, 4 * node, ALL_PHASES.index(phase))
+        self._memory[2600 + ALL_PHASES.index(phase)] = 1
+
+    def check_phases(self) -> None:
+        """Raises `AssertionError` unless what every step has was seen: else whoever was to be killed there lives."""
+        entered = {phase for i, phase in enumerate(ALL_PHASES) if self._memory[2600 + i]}
+        assert entered >= {*OF_EVERY_STEP}, f"nobody came into {sorted({*OF_EVERY_STEP} - entered)}"
 
     def phase(self, node: int) -> str:
         return ALL_PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
@@ -206,10 +214,8 @@ def observed(victim: Victim) -> Iterator[None]:
 
         return mock.patch.object(owner, name, wrapped)
 
-    def of_step(_: Executor, step: object) -> str | None:
-        if isinstance(step, Compute):
-            return "forward" if step.kind is Kind.FORWARD else "backward"
-        return "reduction" if isinstance(step, Reduce) else None
+    def of_step(_: Executor, step: BoundCompute) -> str:
+        return "forward" if step.action.kind is Kind.FORWARD else "backward"
 
     def of_trainer(trainer: Trainer, *_: object) -> str:
         victim.finished_steps = trainer.finished_steps
@@ -237,7 +243,8 @@ def observed(victim: Victim) -> Iterator[None]:
         return trainer
 
     with (
-        before(Executor, "doing", of_step),
+        before(Executor, "_compute", of_step),
+        before(GradientReducer, "start", lambda *_: "reduction"),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),
         before(Optimizer, "exchange", lambda *_: "optimizer step"),

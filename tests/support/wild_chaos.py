@@ -189,6 +189,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         seen = ids_by_step(output)
         metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         saved = find_checkpoints(output / "checkpoints")[-1].name
+    board.check_phases()
     wait_until(lambda: children() <= before, "processes are left")
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left")
     wait_until(lambda: not left_segments() - segments, "segments of shared memory are left")
