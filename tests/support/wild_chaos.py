@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -155,7 +155,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     board = Board()
     # What loses its parent becomes a child of this process, which sees it.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
-    before, descriptors, segments = children(), len(os.listdir("/proc/self/fd")), {*os.listdir(SHARED_MEMORY)}
+    before, descriptors, segments = children(), open_descriptors(), {*os.listdir(SHARED_MEMORY)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         output, temporary = Path(folder) / "run", Path(folder) / "temporary"
         temporary.mkdir()
@@ -191,7 +191,11 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         saved = find_checkpoints(output / "checkpoints")[-1].name
     board.check_phases()
     wait_until(lambda: children() <= before, "processes are left")
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left")
+    try:
+        wait_until(lambda: len(open_descriptors()) <= len(descriptors) + 2)
+    except AssertionError:
+        left = {name: what for name, what in open_descriptors().items() if descriptors.get(name) != what}
+        raise AssertionError(f"descriptors are left: {left}") from None
     wait_until(lambda: not left_segments() - segments, "segments of shared memory are left")
     assert saved == f"step_{STEPS:08d}", (trial, saved, log)
     # Where no process has survived, the result holds the steps since the checkpoint; the metrics hold all of them.
@@ -281,6 +285,15 @@ def children() -> set[int]:
             continue
         if int(parent) == os.getpid() and state != "Z":
             found.add(int(folder.name))
+    return found
+
+
+def open_descriptors() -> dict[str, str]:
+    """What each of this process is of."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
 

@@ -1,5 +1,6 @@
 """The store in etcd, against real servers: what is written first stays, whichever server is lost."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -179,6 +180,23 @@ def test_without_a_quorum_nothing_is_written_and_later_it_is(tmp_path: Path) -> 
             servers.signal(i, signal.SIGCONT)
         assert written(store, "membership/2", "it") == "it"
         wait_until(lambda: not is_away())
+
+
+def test_a_closed_client_keeps_no_connection_to_a_server_that_was_away(tmp_path: Path) -> None:
+    """Not even until Python looks for garbage."""
+    with etcd_servers(tmp_path, number=1) as servers:
+        before = {*os.listdir("/proc/self/fd")}
+        gc.disable()
+        try:
+            with EtcdStore(servers.address("run"), SECRET, 1.0, is_new=True) as store:
+                servers.signal(0, signal.SIGSTOP)
+                with pytest.raises(StoreAwayError):
+                    store.create("node/0", "")
+                servers.signal(0, signal.SIGCONT)
+                assert written(store, "node/0", "") == ""
+            assert {*os.listdir("/proc/self/fd")} <= before
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("act", [kill_node, *in_campaigns([die])])

@@ -117,9 +117,9 @@ class StoreServer:
         self._strangers = threading.Semaphore(MAX_STRANGERS)
 
     def run(self) -> None:
-        """Serves until the process ends."""
+        """Serves until the process ends, or the listener is closed."""
         self._listener.settimeout(_TICK_S)
-        while True:
+        while self._listener.fileno() >= 0:
             self._contents.tick(time.monotonic())
             try:
                 connection, peer = self._listener.accept()

@@ -153,6 +153,11 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
         if self._reader is not None:
             self._reader.join()
         for server in self._servers:
+            # Closing the session alone leaves that to Python's search for garbage, as errors hold on to pools.
+            for adapter in server.session.adapters.values():
+                pools = adapter.poolmanager.pools
+                for place in pools.keys():  # noqa: SIM118 (it cannot be iterated over)
+                    pools[place].close()
             server.session.close()
 
     def _newest_attempt(self) -> int:
