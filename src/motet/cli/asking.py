@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from motet.config import RunConfig
     from motet.data.example import Modality
     from motet.data.tasks.dial_a_digit import Accuracy, Dialled, Drawing
@@ -122,6 +124,60 @@ class AskedToDraw:
             replace(prompt, input_ids=torch.cat([prompt.input_ids, torch.tensor(own, dtype=torch.long)]))
             for prompt, own in zip(prompts, texts, strict=True)
         ]
+
+    @property
+    def digits(self) -> np.ndarray:
+        """What should be drawn: int [drawings]."""
+        return np.array([content.digit for content in self.contents], dtype=np.int64)
+
+    def is_right(self, drawings: np.ndarray) -> np.ndarray:
+        """Whether the classifier reads what should be drawn: bool [drawings]."""
+        from motet.data.tasks.drawn_digits import read_digits
+
+        right: np.ndarray = read_digits(drawings) == self.digits
+        return right
+
+    def share(self, drawings: np.ndarray) -> float | None:
+        """The share of drawings that are read rightly; None: there are none."""
+        return float(self.is_right(drawings).mean()) if len(drawings) else None
+
+    def shares(self, drawings: np.ndarray) -> dict[str, float | None]:
+        """The same by kind of request."""
+        from motet.data.tasks.dial_a_digit import REQUESTS
+
+        right = self.is_right(drawings)
+        own = {request: right[[content.request == request for content in self.contents]] for request in REQUESTS}
+        return {request: float(each.mean()) if len(each) else None for request, each in own.items()}
+
+    def shown(self, num: int) -> list[dict[str, str]]:
+        """The first requests of different kinds, and the texts of their answers."""
+        from motet.data.tasks.dial_a_digit import REQUESTS
+
+        kinds = [content.request for content in self.contents]
+        first = [kinds.index(request) for request in REQUESTS if request in kinds]
+        return [
+            {
+                "question": self.contents[i].question,
+                "right": str(self.contents[i].digit),
+                "answer": self.answers[i],
+            }
+            for i in first[:num]
+        ]
+
+    def sheet(self, drawings: np.ndarray, *, num_each: int = 2) -> "Image":
+        """A contact sheet: for each kind of request `num_each` drawings of every digit."""
+        from motet.data.tasks.dial_a_digit import REQUESTS
+        from motet.data.tasks.drawn_digits import contact_sheet
+
+        right, rows = self.is_right(drawings), []
+        for request, text in REQUESTS.items():
+            chosen = []
+            for digit in range(10):
+                own = [i for i, c in enumerate(self.contents) if (c.request, c.digit) == (request, digit)]
+                chosen += own[:num_each]
+            if chosen:
+                rows.append((text.format("..", ".."), drawings[chosen], right[chosen].tolist()))
+        return contact_sheet(rows)
 
     def draw(self, *, guidance: float, num_steps: int, seed: int = 0) -> np.ndarray:
         """Drawings of all requests: [drawings, 8, 8] between 0 and 1. Where the answer has no place they are blank."""

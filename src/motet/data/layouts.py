@@ -112,9 +112,7 @@ class ConversationLayout:
             ids, is_answer = self._tokenized(messages)
         return self._merge(ids, is_answer, layouts)
 
-    def _before_last_answer(
-        self, example: Example, name: str, segments: Sequence[Segment]
-    ) -> tuple[Segment, ...]:
+    def _before_last_answer(self, example: Example, name: str, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """Without the places of what is to be generated in the last answer."""
         if name not in self.encoders:
             return tuple(segments)

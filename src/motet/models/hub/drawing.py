@@ -122,9 +122,7 @@ def _conditions(
     return found
 
 
-def _sample(
-    generator: ExportedGenerator, conditions: Tensor, noise: Tensor, guidance: float, num_steps: int
-) -> Tensor:
+def _sample(generator: ExportedGenerator, conditions: Tensor, noise: Tensor, guidance: float, num_steps: int) -> Tensor:
     """`conditions`: [images, conditions, width], `noise`: [images, channels, height, width]."""
     null = generator.connector.without_conditions(conditions.shape[1]).expand_as(conditions)
     both = torch.cat([conditions, null])
