@@ -186,7 +186,8 @@ def test_demo_goes_the_whole_way(
     overrides = ("train.checkpoint_every=4", f"model.generators={GENERATOR}", "data.drawings=0.5")
     shown = run_json(capsys, "demo", run_file, *(part for each in overrides for part in ("--set", each)))
     output = run_file.with_name("output")
-    assert (output / "costs.json").is_file()
+    costs = CostTable.load(output / "costs.json")
+    assert costs.modules.keys() == {"vision", "audio", "language_model", "image_queries", "image"}
     assert shown["predicted"]["costs"]["source"] == "profiled"
     drawings, answers = shown["drawings"], shown["answers"]
     assert answers["num_samples"] + drawings["num_drawings"] == 16
