@@ -34,7 +34,6 @@ LEAST = {"told": 0.95, "sum": 0.95, "seen": 0.9, "heard": 0.9}
 LEAST_UNGUIDED, LEAST_IN_PHASES, MOST_UNCONDITIONAL = 0.85, 0.85, 0.2
 LEAST_SPREAD, LEAST_NOVELTY = 0.5, 0.8
 LEAST_READ, LEAST_HEARD = 0.92, 0.98
-FROZEN = "{module: false, projector: false}"
 PHASES = """
 - name: speak
   steps: {speak}

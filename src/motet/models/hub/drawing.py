@@ -48,7 +48,8 @@ def load_generator(folder: str | Path, name: str) -> ExportedGenerator:
     entry = entries[name]
     try:
         described = json.loads((folder / f"{name}_projector" / "config.json").read_text())
-        connector = Connector(*described["sizes"], described["projector"], dtype=torch.float32, seed=None)
+        incoming, size, pooled = described["sizes"]
+        connector = Connector(incoming, size, pooled, described["projector"], dtype=torch.float32, seed=None)
         weights = load_file(folder / f"{name}_projector" / "model.safetensors")
         connector.to(weights["null"].dtype).load_state_dict(weights)
         queries = None
