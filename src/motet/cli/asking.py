@@ -127,7 +127,7 @@ class AskedToDraw:
 
     @property
     def digits(self) -> np.ndarray:
-        """What should be drawn: int [drawings]."""
+        """The digits to be drawn: int [drawings]."""
         return np.array([content.digit for content in self.contents], dtype=np.int64)
 
     def is_right(self, drawings: np.ndarray) -> np.ndarray:

@@ -121,7 +121,7 @@ def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
 
 
 def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
-    """What a classifier reads in drawings, and how they differ from each other and from what was trained on."""
+    """Measures what a classifier reads in drawings, and how they differ from each other and from training images."""
     from motet.data.tasks.drawn_digits import relative_novelty, relative_spread
 
     asked = AskedToDraw(config, export, num_each=NUM_DRAWN)

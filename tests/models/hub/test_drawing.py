@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from generator_run import PIXART, SD3, generator_config
+from generator_run import PIXART, SANA, SD3, generator_config
 
 from motet.data.run_file import open_data
 from motet.errors import UserError
@@ -42,8 +42,8 @@ def exported(folder: Path, generator: dict[str, Any], **options: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("generator", "options"),
-    [(SD3, {}), (PIXART, {"objective": "v"}), (SD3, {"latents": True, "projector": "linear"})],
-    ids=["sd3", "pixart", "latents"],
+    [(SD3, {}), (PIXART, {"objective": "v"}), (SANA, {}), (SD3, {"latents": True, "projector": "linear"})],
+    ids=["sd3", "pixart", "sana", "latents"],
 )
 def test_batches_equal_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: dict[str, Any], options: dict[str, Any]
@@ -71,6 +71,11 @@ def test_a_generator_that_is_not_there_is_refused(tmp_path: Path) -> None:
     folder = exported(tmp_path, SD3)
     with pytest.raises(UserError, match="has no generator 'voice'; it has image"):
         load_generator(folder, "voice")
+    manifest = (folder / "motet.json").read_text()
+    (folder / "motet.json").write_text(manifest.replace("SD3Transformer2DModel", "UNet2DConditionModel"))
+    with pytest.raises(UserError, match="image is a UNet2DConditionModel, which draws by the program"):
+        load_generator(folder, "image")
+    (folder / "motet.json").write_text(manifest)
     (folder / "image_projector" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="image cannot be loaded"):
         load_generator(folder, "image")

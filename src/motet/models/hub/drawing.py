@@ -24,13 +24,16 @@ from motet.models.multimodal import MultimodalModule
 from motet.models.stages.generator import Connector
 from motet.plan import queries_of
 
+CLASSES = ("SD3Transformer2DModel", "PixArtTransformer2DModel", "SanaTransformer2DModel")
+"""Classes of diffusers whose forward takes latents, time steps and conditions alone."""
+
 
 @dataclass(frozen=True)
 class ExportedGenerator:
     """The parts of a generator, loaded by their own `from_pretrained`."""
 
     model: Any
-    """Of diffusers."""
+    """A transformer of diffusers."""
     scheduler: Any
     connector: Connector
     queries: Tensor | None
@@ -46,6 +49,11 @@ def load_generator(folder: str | Path, name: str) -> ExportedGenerator:
     if name not in entries:
         raise UserError(f"{folder}: has no generator {name!r}; it has {', '.join(entries) or 'none'}")
     entry = entries[name]
+    if entry["model_class"] not in CLASSES:
+        raise UserError(
+            f"{folder}: {name} is a {entry['model_class']}, which draws by the program of README.md there; here "
+            f"{', '.join(CLASSES)} do"
+        )
     try:
         described = json.loads((folder / f"{name}_projector" / "config.json").read_text())
         incoming, size, pooled = described["sizes"]
@@ -56,13 +64,16 @@ def load_generator(folder: str | Path, name: str) -> ExportedGenerator:
         if entry["num_queries"]:
             queries = load_file(folder / queries_of(name) / "model.safetensors")["weight"]
         dtype = weights["null"].dtype
-        model = diffusion_class(entry["model_class"]).from_pretrained(folder / name, torch_dtype=dtype)
+        model = diffusion_class(entry["model_class"]).from_pretrained(
+            folder / name, torch_dtype=dtype, use_safetensors=True
+        )
         autoencoder = None
         if (folder / f"{name}_autoencoder").is_dir():
             autoencoder = diffusion_class("AutoencoderKL").from_pretrained(
-                folder / f"{name}_autoencoder", torch_dtype=dtype
+                folder / f"{name}_autoencoder", torch_dtype=dtype, use_safetensors=True
             )
-        scheduler = diffusion_class(entry["scheduler_class"]).from_pretrained(folder / f"{name}_scheduler")
+        scheduler_class = diffusion_class(entry["scheduler_class"])
+        scheduler = scheduler_class.from_pretrained(folder / f"{name}_scheduler")  # It has no weights.
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: {name} cannot be loaded ({' '.join(str(error).split())}); export again") from None
     return ExportedGenerator(model.eval(), scheduler, connector, queries, entry["placeholder_token_id"], autoencoder)
