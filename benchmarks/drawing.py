@@ -44,6 +44,7 @@ PHASES = """
 - name: draw
   steps: {draw}
   set: {{data.drawings: 1.0,
+         train.learning_rate: 2.0e-3,
          model.language_model.train.module: false,
          model.encoders.vision.train: {{module: false, projector: false}},
          model.encoders.audio.train: {{module: false, projector: false}}}}
@@ -102,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> Report:
     parser.add_argument("--images", type=int, default=200, help="of each request and seed")
     parser.add_argument("--questions", type=int, default=500, help="of each seed")
     parser.add_argument("--phases", action="store_true", help="train the language model first, then freeze it")
-    parser.add_argument("--speak", type=int, default=900, help="steps of the first phase")
-    parser.add_argument("--draw", type=int, default=900, help="steps of the second phase")
+    parser.add_argument("--speak", type=int, default=450, help="steps of the first phase")
+    parser.add_argument("--draw", type=int, default=650, help="steps of the second phase")
     parser.add_argument("--folder", type=Path, default=Path("runs/drawing"))
     parser.add_argument("--only-train", action="store_true", help="no report")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b.c=value")
