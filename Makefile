@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4
 
 .PHONY: demo test quick campaigns chaos gpu slow-tests checks docs clean
 
-demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
+demo: $(READY)  ## Train vision + audio + language model + generator on 4 processes; ask the exported model, and let it draw.
 	$(BIN)/motet demo
 
 test: checks  ## Everything.

@@ -76,6 +76,7 @@ def write(folder: Path, num_samples: int = 4000) -> None:
         "tokenizer": str(folder / "tokenizer"),
     }
     run["parallel"]["explicit"] = {"language_model": {}, "voice": {}}
+    run["train"]["steps"] = 1000
     (folder / "run.yaml").write_text(yaml.safe_dump(run, sort_keys=False))
 
 

@@ -115,6 +115,7 @@ def _types_in(annotation: Any) -> list[Any]:
         ("data={kind: conversations}", "data.files: is missing; give a list of at least 1, each entry a text"),
         ("data.max_digits=9", "data.max_digits: is 9; give a whole number at least 1 and at most 8"),
         ("data={kind: dial-a-digit, no_image: 0.7, no_sound: 0.5}", "data: no_image and no_sound are 1.2 together"),
+        ("data.drawings=0.5", "data.drawings: needs a generator of images; give model.generators, or leave it out"),
         ("model.language_model.config=null", "model.language_model: has no source; give one of hub, path and config"),
         ("model.language_model.hub=x", "model.language_model: hub and config are given; keep one"),
         ("model.encoders.language_model={config: X}", "model.encoders.language_model: is the language model's name"),

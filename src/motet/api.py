@@ -87,8 +87,6 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     """
     set_environment()
     config = _config(run, overrides)
-    if config.model.generators:
-        raise UserError("model.generators: cannot be profiled; leave cluster.costs out, and costs are computed")
     if config.model.composite is not None:
         raise UserError(
             "model: the layers of a whole model's encoder run together and cannot be profiled one by one; leave "

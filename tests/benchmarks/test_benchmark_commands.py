@@ -28,6 +28,8 @@ COMMANDS = {
     "data_service": "--megabytes 0.4 --batches 20 --batch-size 4 --steps 2 --slack 0.1",
     "deferral": "--blocks 1 --batches 1 --layers 3 --width 64 --repetitions 1 --costs costs.json",
     "distmm_pipe": "--width 32 --num-microbatches 2 --microbatch-size 2 --blocks 1 --steps-per-block 1",
+    "drawing": "--seeds 0 --images 2 --questions 4 --set train.steps=2 --set train.checkpoint_every=2 "
+    "--set data.num_train=64 --set train.warmup_steps=0",
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
     "message_bytes": "--layers 2 --width 64 --microbatches 2 --tokens 8 --only pp",

@@ -17,6 +17,11 @@ from motet.config import load_run_config
 from motet.costs.cost_model import CostTable
 from motet.planner.from_run_file import plan_for, planning_problem
 
+GENERATOR = (
+    "{image: {config: SD3Transformer2DModel, queries: 2, values: {sample_size: 8, patch_size: 2, in_channels: 1, "
+    "out_channels: 1, num_layers: 1, attention_head_dim: 8, num_attention_heads: 2, joint_attention_dim: 16, "
+    "caption_projection_dim: 16, pooled_projection_dim: 16, pos_embed_max_size: 4}}}"
+)
 FORECAST_KEYS = {
     "planner",
     "fits",
@@ -178,13 +183,34 @@ def test_demo_goes_the_whole_way(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile_quickly(monkeypatch)
-    shown = run_json(capsys, "demo", run_file, "--set", "train.checkpoint_every=4")
+    overrides = ("train.checkpoint_every=4", f"model.generators={GENERATOR}", "data.drawings=0.5")
+    shown = run_json(capsys, "demo", run_file, *(part for each in overrides for part in ("--set", each)))
     output = run_file.with_name("output")
-    assert (output / "costs.json").is_file()
+    costs = CostTable.load(output / "costs.json")
+    assert costs.modules.keys() == {"vision", "audio", "language_model", "image_queries", "image"}
     assert shown["predicted"]["costs"]["source"] == "profiled"
-    assert shown["answers"]["num_samples"] == 16
-    assert shown["answers"]["accuracy"].keys() >= {"seen_digits", "heard_digits", "answers"}
+    drawings, answers = shown["drawings"], shown["answers"]
+    assert answers["num_samples"] + drawings["num_drawings"] == 16
+    assert answers["accuracy"].keys() >= {"seen_digits", "heard_digits", "answers"}
+    assert drawings["num_drawings"] > 2
+    assert set(drawings["right"]) == {"told", "sum", "seen", "heard"}
+    assert 0 <= drawings["right_without_condition"] <= 1
+    assert shown["seconds"] == pytest.approx(sum(shown["seconds_of"].values()))
+    assert set(shown["seconds_of"]) == {"profile", "plan", "train", "evaluate"}
     assert (output / "export" / "language_model" / "model.safetensors").is_file()
+    assert (output / "export" / "image" / "diffusion_pytorch_model.safetensors").is_file()
+    assert Path(drawings["sheet"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_without_diffusers_is_refused(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert main(["demo", "--set", f"train.output={run_file.with_name('output')}"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert "needs the package diffusers" in err
+    assert "pip install 'motet[generators]'" in err
+    assert "\n" not in err
 
 
 def test_torchrun_starts_the_processes_and_train_joins(run_file: Path) -> None:

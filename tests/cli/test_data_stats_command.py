@@ -9,6 +9,7 @@ from test_without_torch import run_blocked
 from tiny_run import write_tiny_run
 
 from motet.balancing.policies import ASSIGNMENTS
+from motet.cli.demo import RUN_FILE
 from motet.cli.main import main
 
 
@@ -33,6 +34,13 @@ def test_json_picture_and_table(capsys: pytest.CaptureFixture[str], run_file: Pa
     assert [name for name, each in found["assignments"].items() if each["is_plans_own"]] == ["contiguous"]
     for name in [*found["modules"], *ASSIGNMENTS, "b_min"]:
         assert name in err
+
+
+def test_query_tokens_take_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data-stats", str(RUN_FILE), "--samples", "40", "--batches", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["modules"]) == {"vision", "audio", "language_model", "image"}
+    assert found["profiling_size"] is not None
 
 
 def test_no_sample_has_a_modality(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

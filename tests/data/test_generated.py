@@ -48,6 +48,15 @@ def test_without_queries_the_prompt_is_read(tmp_path: Path) -> None:
         data.sample(3)
 
 
+def test_a_prompt_ends_before_what_the_last_answer_generates(tmp_path: Path) -> None:
+    data = open_data(generator_config(tmp_path))
+    for index in range(5):
+        prompt = data.preparation.prompt(data.train.examples[index])
+        features = data.train.features(index, "language_model")
+        is_answer = features["labels"] != -100
+        assert prompt.tolist() == features["input_ids"][: int(is_answer.nonzero()[0])].tolist()
+
+
 def test_pixels_are_grey_between_minus_one_and_one(tmp_path: Path) -> None:
     data = open_data(generator_config(tmp_path)).train
     pixels = np.asarray(Image.open(tmp_path / "generate_0_0.png").convert("L"), dtype=np.float32)

@@ -1,20 +1,19 @@
-"""`motet demo`: from nothing to a trained multimodal model that plain transformers loads and that answers questions."""
+"""`motet demo`: from nothing to a trained multimodal model that plain transformers and diffusers load, and that answers
+questions and draws."""
 
 import argparse
 import textwrap
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.cli.asking import AskedToDraw, ask_exported
 from motet.cli.run_file import file_to_write, load_config, write_text
 from motet.errors import UserError
-from motet.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
-    from motet.data.example import Modality
-    from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
 HELP = "run the whole workflow on a small real task: profile, plan, train, export, and ask the exported model"
 
@@ -23,61 +22,9 @@ RUN_FILE = Path(__file__).with_name("demo.yaml")
 NUM_ASKED = 500
 """Held-out questions that the exported model answers."""
 NUM_SHOWN = 4
-MAX_NEW_TOKENS = 12
-"""More than any answer has: each digit is a token, and a sum has at most three."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    contents: "tuple[Dialled, ...]"
-    answers: tuple[str, ...]
-
-    @property
-    def accuracy(self) -> "Accuracy":
-        from motet.data.tasks.dial_a_digit import accuracy
-
-        return accuracy(zip(self.contents, self.answers, strict=True))
-
-    def shown(self, num: int) -> list[dict[str, str]]:
-        """The first `num` questions and answers."""
-        from motet.data.tasks.dial_a_digit import QUESTIONS
-
-        return [
-            {"question": QUESTIONS[content.question], "right": content.answer, "answer": answer}
-            for content, answer in list(zip(self.contents, self.answers, strict=True))[:num]
-        ]
-
-
-def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied: "Modality | None" = None) -> Asked:
-    """Greedy, free-running answers to held-out questions. `denied`: images are blank, or sounds are noise alone."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from motet.data.run_file import open_data
-    from motet.data.tasks.dial_a_digit import DialADigitExamples
-    from motet.models.hub.generation import Prompt, generate_answers
-
-    disable_progress_bar()
-    data = open_data(config)
-    assert data.held_out is not None
-    examples: Any = data.held_out.examples
-    assert isinstance(examples, DialADigitExamples)
-    preparation = data.preparation
-    contents, prompts = [], []
-    for i in range(min(num_samples, len(examples))):
-        contents.append(examples.task.dialled("held_out", i))
-        example = examples.task.example("held_out", i, denied=(denied,) if denied else ())
-        layouts = preparation.sample(example).layouts
-        segments = {name: layout for name, layout in layouts.items() if name != LANGUAGE_MODEL}
-        prompts.append(
-            Prompt(
-                input_ids=preparation.prompt(example),
-                segments=segments,
-                features={name: preparation.features(example, name) for name, own in segments.items() if own},
-            )
-        )
-    tokenizer = preparation.conversation.tokenizer
-    tokens = generate_answers(export, prompts, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=tokenizer.eos_token_id)
-    return Asked(tuple(contents), tuple(tokenizer.batch_decode(tokens, skip_special_tokens=True)))
+NUM_DRAWN = 50
+"""Drawings of each kind of request."""
+GUIDANCE, NUM_SAMPLING_STEPS = 2.0, 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,16 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    started = time.monotonic()
+    clock = _Clock()
     config = load_config(arguments)
-    if config.data.kind != "dial-a-digit":
+    from motet.config import DialADigitConfig
+
+    if not isinstance(config.data, DialADigitConfig):
         raise UserError(f"data.kind: is {config.data.kind}; the demo needs dial-a-digit; use motet train for your data")
     if not config.train.checkpoint_every:
         raise UserError("train.checkpoint_every: is 0, so the demo would have nothing to export; give at least 1")
+    draws = config.data.drawings > 0
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text
     from motet.report.timelines import timeline_text
 
+    if config.model.generators:
+        from motet.families.diffusion_models import diffusion_class
+
+        # Before minutes are spent on what cannot draw. diffusers warns of what `.to` may do to modules that none has.
+        diffusion_class("logging").set_verbosity_error()
     output = Path(config.train.output)
 
     _headline("1. Profile: what each layer costs on this machine")
@@ -110,24 +65,45 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.overrides.append(f"cluster.costs={costs}")
         config = load_config(arguments)
     print(f"costs are in {costs}")
+    clock.lap("profile")
 
     _headline("2. Plan: who holds what, and what an iteration will take")
     prediction = make_plan(config)
     write_text(output / "plan.json", prediction.plan.to_json() + "\n", "train.output")
     print(report_text(prediction.report))
     print(f"\nPredicted timeline of one iteration:\n{timeline_text(prediction.timeline)}")
+    clock.lap("plan")
 
     _headline(f"3. Train: {config.train.steps} steps on {prediction.plan.num_ranks} processes")
     result = train(config, plan=prediction.plan)
+    clock.lap("train")
 
-    _headline("4. Ask the exported model, loaded by transformers in one process")
+    with_what = "transformers and diffusers" if draws else "transformers"
+    _headline(f"4. Ask the exported model, loaded by {with_what} in one process")
     answers = _ask(config, Path(result["export"]))
     _show_answers(answers)
+    result |= {"answers": answers}
+    if draws:
+        result |= {"drawings": _draw(config, Path(result["export"]), output / "drawings.png")}
+        _show_drawings(result["drawings"])
+    clock.lap("evaluate")
 
     _headline("5. What came of it")
-    result |= {"answers": answers, "seconds": time.monotonic() - started}
+    result |= {"seconds": sum(clock.laps.values()), "seconds_of": clock.laps}
     _show_summary(config, result)
     return result
+
+
+class _Clock:
+    """Seconds of each part of the demo."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        now = time.monotonic()
+        self.laps[part], self._since = now - self._since, now
 
 
 def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
@@ -144,6 +120,27 @@ def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
     }
 
 
+def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
+    """Measures what a classifier reads in drawings, and how they differ from each other and from training images."""
+    from motet.data.tasks.drawn_digits import relative_novelty, relative_spread
+
+    asked = AskedToDraw(config, export, num_each=NUM_DRAWN)
+    drawn = asked.draw(guidance=GUIDANCE, num_steps=NUM_SAMPLING_STEPS)
+    by_chance = asked.draw(guidance=0.0, num_steps=NUM_SAMPLING_STEPS)
+    asked.sheet(drawn).save(sheet)
+    return {
+        "num_drawings": len(drawn),
+        "guidance": GUIDANCE,
+        "sampling_steps": NUM_SAMPLING_STEPS,
+        "right": asked.shares(drawn),
+        "right_without_condition": asked.share(by_chance),
+        "spread": relative_spread(drawn, asked.digits),
+        "novelty": relative_novelty(drawn),
+        "sheet": str(sheet),
+        "examples": asked.shown(NUM_SHOWN),
+    }
+
+
 def _show_answers(answers: dict[str, Any]) -> None:
     for shown in answers["examples"]:
         print(f"  {shown['question']}  right: {shown['right']!r}  answer: {shown['answer']!r}")
@@ -155,6 +152,24 @@ def _show_answers(answers: dict[str, Any]) -> None:
         print(f"  whole answers to {question!r}: {_percent(share)} of {whole['num_answers'][question]}")
 
 
+def _show_drawings(drawings: dict[str, Any]) -> None:
+    print()
+    for shown in drawings["examples"]:
+        print(f"  {shown['question']}  right: {shown['right']!r}  answer: {shown['answer']!r} and a drawing")
+    print(
+        f"\nDrawings that a classifier reads rightly, of {drawings['num_drawings']}, at guidance "
+        f"{drawings['guidance']:.0f} in {drawings['sampling_steps']} steps (it was trained on handwriting that the "
+        "model was not):"
+    )
+    for request, share in drawings["right"].items():
+        print(f"  digits {request:6} {_percent(share)}")
+    print(f"  without condition {_percent(drawings['right_without_condition'])}")
+    print(
+        f"  beside handwriting: {drawings['spread']:.0%} of its spread within a digit, {drawings['novelty']:.0%} of its"
+        " distance to the nearest image of the training"
+    )
+
+
 def _percent(share: float | None) -> str:
     return "none asked" if share is None else f"{share:.1%}"
 
@@ -162,11 +177,14 @@ def _percent(share: float | None) -> str:
 def _show_summary(config: "RunConfig", result: dict[str, Any]) -> None:
     predicted, measured = result["predicted"]["iteration_time_s"], result["measured"]["iteration_time_s"]
     output = config.train.output
+    parts = result["seconds_of"]
+    split = ", ".join(f"{part} {parts[part]:.0f}" for part in ("profile", "plan", "train"))
+    sheet = f"\n{output}/drawings.png\n    a contact sheet of drawings" if "drawings" in result else ""
     print(
         textwrap.dedent(
             f"""\
             iteration: predicted {1e3 * predicted:.1f} ms, measured {1e3 * measured:.1f} ms
-            whole demo: {result["seconds"]:.0f} s
+            whole demo: {result["seconds"]:.0f} s ({split}; evaluation {parts["evaluate"]:.0f})
 
             {config.cluster.costs}
                 what was measured of each layer
@@ -179,6 +197,7 @@ def _show_summary(config: "RunConfig", result: dict[str, Any]) -> None:
             {result["export"]}
                 the model for plain transformers; its README.md says how"""
         )
+        + sheet
     )
 
 

@@ -56,6 +56,9 @@ class DialADigitConfig(PreparedDataConfig):
     """Share of examples without a sound; together with `no_image` at most 1."""
     sum_questions: Fraction = 0.2
     """Share of questions that ask for the sum of all digits."""
+    drawings: Fraction = 0.0
+    """Share of examples that ask to draw a digit that is told, a sum, seen or heard; needs a generator of images of 8 x
+    8 pixels."""
     num_train: NumSamples = 100_000
     """Number of examples in one epoch."""
     num_held_out: NumSamples = 1000

@@ -294,14 +294,17 @@ class RunConfig(Section):
 
     def _check_generators(self) -> None:
         """Refuses what generators have not been shown with."""
+        draws = isinstance(self.data, DialADigitConfig) and self.data.drawings > 0
+        if draws and all(part.spectrogram is not None for part in self.model.generators.values()):
+            raise ValueError("data.drawings: needs a generator of images; give model.generators, or leave it out")
         if not self.model.generators:
             return
-        if self.data.kind not in ("conversations", "described"):
+        if self.data.kind not in ("conversations", "described") and not draws:
             raise ValueError(
-                f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, or "
-                "described to plan and simulate"
+                f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, "
+                "dial-a-digit with drawings, or described to plan and simulate"
             )
-        if self.data.kind == "conversations":
+        if self.data.kind != "described":
             self.model.check_trained_generators()
         for name in self.model.generators:
             layout = self.parallel.explicit.get(name)

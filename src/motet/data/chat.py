@@ -175,13 +175,14 @@ def _generation_tag() -> Any:
 def word_level_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """A tokenizer of digits and the words and signs of `texts`, with placeholders and a chat template.
 
-    Every digit is a token of its own; unknown words become `<unk>`."""
+    Every digit is a token of its own; unknown words become `<unk>`. A text that is a placeholder is one token."""
     from transformers import PreTrainedTokenizerFast
 
+    placeholders, words = _separated(texts)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_word_level(texts),
+        tokenizer_object=_word_level(placeholders, words),
         **SPECIAL_TOKENS,
-        additional_special_tokens=OTHER_SPECIAL_TOKENS,
+        additional_special_tokens=[*OTHER_SPECIAL_TOKENS, *placeholders],
         chat_template=CHAT_TEMPLATE,
         padding_side="right",
     )
@@ -189,16 +190,24 @@ def word_level_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
 
 def plain_word_level_tokenizer(texts: Iterable[str]) -> PlainTokenizer:
     """The same tokenizer as `word_level_tokenizer`, without transformers."""
+    placeholders, words = _separated(texts)
     return PlainTokenizer(
-        _word_level(texts),
+        _word_level(placeholders, words),
         chat_template=CHAT_TEMPLATE,
         special_tokens=SPECIAL_TOKENS,
-        others=OTHER_SPECIAL_TOKENS,
+        others=[*OTHER_SPECIAL_TOKENS, *placeholders],
     )
 
 
-def _word_level(texts: Iterable[str]) -> Tokenizer:
-    special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, PLACEHOLDERS["image"], PLACEHOLDERS["audio"]]
+def _separated(texts: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the placeholders among the texts, beside those of images and sounds, and the others."""
+    texts = list(texts)
+    placeholders = [text for text in texts if text in PLACEHOLDERS.values() and text not in OTHER_SPECIAL_TOKENS]
+    return placeholders, [text for text in texts if text not in PLACEHOLDERS.values()]
+
+
+def _word_level(placeholders: Sequence[str], texts: Iterable[str]) -> Tokenizer:
+    special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, PLACEHOLDERS["image"], PLACEHOLDERS["audio"], *placeholders]
     splitter = pre_tokenizers.Sequence(
         [
             pre_tokenizers.WhitespaceSplit(),

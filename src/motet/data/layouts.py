@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.data.chat import check_tokenizer, tokenize_conversation, tokenize_prompt
 from motet.data.encoder_layout import EncoderLayout, Layouts
-from motet.data.example import PLACEHOLDERS, Example, Message
+from motet.data.example import PLACEHOLDERS, Example, Message, placeholders_in
 from motet.data.generated import QueryLayout
 from motet.errors import UserError
 from motet.families.encoders.token_counts import LEGACY_END, Pooling, config_value, pooled
@@ -107,9 +107,17 @@ class ConversationLayout:
         if without_last_answer:
             ids = tokenize_prompt(self.tokenizer, messages[:-1])
             is_answer = [False] * len(ids)
+            layouts = {name: self._before_last_answer(example, name, own) for name, own in layouts.items()}
         else:
             ids, is_answer = self._tokenized(messages)
         return self._merge(ids, is_answer, layouts)
+
+    def _before_last_answer(self, example: Example, name: str, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """Without the places of what is to be generated in the last answer."""
+        if name not in self.encoders:
+            return tuple(segments)
+        inside = [m for m in placeholders_in(example.messages[-1].content) if m in self.encoders[name].modalities]
+        return tuple(segments[: len(segments) - len(inside)])
 
     @lru_cache(maxsize=1024)  # noqa: B019 (metadata and tensors of a sample are prepared separately)
     def _tokenized(self, messages: tuple[Message, ...]) -> tuple[list[int], list[bool]]:

@@ -85,7 +85,7 @@ def open_samples(config: RunConfig) -> SampleSource:
     if config.model.composite is not None:
         return open_data(config).train
     try:
-        tools = PlainTools(config.data, DATA_KINDS[type(config.data)].words)
+        tools = PlainTools(config.data, DATA_KINDS[type(config.data)].words(config.data))
         layouts = SampleLayouts(_module_layouts(config, graph, tools, EncoderLayout))
     except NeedsTransformersError:
         return open_data(config).train
@@ -113,7 +113,7 @@ def open_preparation(config: RunConfig) -> "Preparation":
     if config.model.composite is not None:
         return Preparation(_composite_layouts(config.model.composite, data))
     _check_processor_names(data, graph)
-    tools = TransformersTools(data, DATA_KINDS[type(data)].words)
+    tools = TransformersTools(data, DATA_KINDS[type(data)].words(data))
     return Preparation(_module_layouts(config, graph, tools, EncoderInput))
 
 

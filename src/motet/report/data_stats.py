@@ -115,7 +115,8 @@ def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) ->
     workloads = {name: module.workload for name, module in problem.all_modules.items()}
     stats = {}
     for name, work in sample_work(plan, samples, workloads=workloads, table=problem.table).items():
-        if plan.modules[name].kind == "loss":
+        # Query tokens are a few rows on the language model's ranks.
+        if plan.modules[name].kind == "loss" or name in problem.query_tokens:
             continue
         stages = plan.modules[name].replicas[0].stages
         devices = np.array([stage.tp_size for stage in stages], float)

@@ -98,7 +98,7 @@ def compare_costs(problem: PlanningProblem, plan: Plan) -> list[dict[str, Any]]:
     computed_problem = replace(problem, table=problem.computed)
     rows = []
     for name, module in plan.modules.items():
-        if module.copy_of is not None:
+        if module.copy_of is not None or name in problem.query_tokens:
             continue
         tp_size = module.replicas[0].stages[0].tp_size
         row: dict[str, Any] = {"module": name, "tp_size": tp_size}

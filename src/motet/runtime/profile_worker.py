@@ -72,8 +72,9 @@ def _all_trainable(config: RunConfig) -> RunConfig:
     for name in (LANGUAGE_MODEL, DECODER):
         if model.get(name):
             model[name]["train"] = trained(model[name])
-    for encoder in (*model.get("encoders", {}).values(), *model.get("towers", {}).values()):
-        encoder["train"] = {**trained(encoder), "projector": True}
+    for kind in ("encoders", "towers", "generators"):
+        for part in model.get(kind, {}).values():
+            part["train"] = {**trained(part), "projector": True}
     return RunConfig.model_validate(values)
 
 

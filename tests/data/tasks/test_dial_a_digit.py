@@ -8,6 +8,7 @@ import pytest
 from motet.data.tasks.dial_a_digit import (
     CELL_SIZE,
     DTMF_HZ,
+    REQUESTS,
     SAMPLING_RATE,
     SLOT_S,
     DialADigit,
@@ -131,3 +132,47 @@ def test_who_is_denied_a_modality_gets_noise_of_the_same_size_and_the_same_quest
     wave = denied.media["audio"][0].load()
     spectrum = np.abs(np.fft.rfft(wave)) ** 2
     assert spectrum.max() < 30 * spectrum.mean()
+
+
+def test_drawings_ask_for_one_digit() -> None:
+    task = DialADigit(drawings=0.5)
+    drawings = [drawing for i in range(2000) if (drawing := task.drawing("train", i))]
+    assert 0.46 < len(drawings) / 2000 < 0.54
+    shares = Counter(drawing.request for drawing in drawings)
+    assert set(shares) == set(REQUESTS)
+    assert max(shares.values()) < 1.4 * min(shares.values())
+    assert set(Counter(drawing.digit for drawing in drawings)) == set(range(10))
+    for drawing in drawings:
+        assert drawing.terms == () or sum(drawing.terms) == drawing.digit
+        assert len(drawing.terms) == {"told": 1, "sum": 2, "seen": 0, "heard": 0}[drawing.request]
+
+
+def test_what_is_to_be_drawn_is_handwriting_of_its_split() -> None:
+    task = DialADigit(drawings=1.0)
+    for index in range(40):
+        drawing, example = task.drawing("train", index), task.example("train", index)
+        assert drawing is not None
+        assert example.messages[-1].content == f"{drawing.digit} <generate>"
+        (target,) = example.media["generate"]
+        drawn = np.asarray(target.load())[..., 0]
+        assert (drawn.shape, target.size()) == ((8, 8), (8, 8))
+        nearest = min(np.abs(drawn / 255 - scan).max() for scan in handwriting()["train"][drawing.digit])
+        assert nearest < 1 / 128
+        assert set(example.media) - {"generate"} == {"seen": {"image"}, "heard": {"audio"}}.get(drawing.request, set())
+
+
+def test_drawings_follow_from_what_the_examples_have() -> None:
+    task = DialADigit(drawings=1.0, no_image=1.0, no_sound=0.0)
+    assert {task.drawing("train", i).request for i in range(50)} == {"told", "sum", "heard"}  # type: ignore[union-attr]
+
+
+def test_without_drawings_nothing_has_changed() -> None:
+    """Checkpoints keep the fingerprint of their data."""
+    asks = DialADigit(drawings=0.3)
+    for index in range(50):
+        if asks.drawing("train", index) is None:
+            assert asks.example("train", index) == TASK.example("train", index)
+        assert TASK.drawing("train", index) is None
+    plain, drawn = (DialADigitExamples(task, "train", 50).fingerprint for task in (TASK, asks))
+    assert "drawings" not in plain
+    assert drawn == f"{plain} with drawings 0.3"

@@ -200,7 +200,8 @@ def _terms_of(workload: ModuleWorkload, unknown: _Unknown) -> tuple[str, ...]:
     if layer.part == "embed":
         return ("constant", "per_token", "per_sequence", "per_incoming")
     if layer.part == "projector":
-        return ("constant", "per_output")
+        # A generator's connector reads what enters, an encoder's projector what leaves it.
+        return ("constant", "per_incoming") if workload.kind == "generator" else ("constant", "per_output")
     if layer.attention is None:
         # A language model's head computes the logits of the tokens with loss only.
         return ("constant", "per_token", "per_output") if not workload.encodes_items else ("constant", "per_token")
@@ -326,7 +327,7 @@ def _profile_module(
             runs = []
             for microbatch in microbatches:
                 samples = [batch.samples[i] for i in microbatch.indices]
-                run = _Run(stage, module, microbatch, samples, layers, gradients, tp_size, options, device)
+                run = _Run(stage, name, module, microbatch, samples, layers, gradients, tp_size, options, device)
                 # Without a token from outside there is no input to have a gradient.
                 if run.has_input or gradients.weight_gradient or not gradients.any:
                     runs.append(run)
@@ -373,6 +374,7 @@ class _Run:
     def __init__(
         self,
         stage: StageModule,
+        name: str,
         module: ProfiledModule,
         microbatch: _Microbatch,
         samples: list[Sample],
@@ -397,7 +399,7 @@ class _Run:
         self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
-            source: torch.randn(sum(s.num_outputs(source) for s in samples), width, device=device, dtype=dtype)
+            source: torch.randn(sum(s.num_outputs(source, name) for s in samples), width, device=device, dtype=dtype)
             for source, width in module.sources.items()
             if enters and any(sample.has(source) for sample in samples)
         }

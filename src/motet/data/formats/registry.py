@@ -31,7 +31,7 @@ from motet.data.formats.parquet import ParquetExamples
 from motet.data.formats.records import RecordReader
 from motet.data.formats.webdataset import ShardExamples
 from motet.data.generated import generated_modality
-from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples, TaskExamples
+from motet.data.tasks.dial_a_digit import QUESTIONS, REQUESTS, DialADigit, DialADigitExamples, TaskExamples
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph
@@ -54,8 +54,8 @@ class Examples:
 class DataKind:
     open: Callable[[Any, ConfiguredGraph], Examples]
     """Opens the examples of a section `data`. Raises `UserError` naming the key or file that is wrong."""
-    words: tuple[str, ...] = ()
-    """All text of a task. Tokenizer and processors are made for it. (): they are stored."""
+    words: Callable[[Any], tuple[str, ...]] = lambda data: ()
+    """From a section to all text of a task, for which tokenizer and processors are made. (): they are stored."""
 
 
 def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[[Any, ConfiguredGraph], Examples]:
@@ -68,6 +68,11 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
         )
 
     return open_task
+
+
+def _words_of_dialling(data: DialADigitConfig) -> tuple[str, ...]:
+    drawing = (*(text.format("", "") for text in REQUESTS.values()), PLACEHOLDERS[TO_GENERATE])
+    return (*QUESTIONS.values(), *(drawing if data.drawings else ()))
 
 
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
@@ -104,8 +109,8 @@ def _folders(data: FilesConfig) -> dict[Modality, Path]:
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
-    DialADigitConfig: DataKind(_open_task(DialADigit, DialADigitExamples), words=tuple(QUESTIONS.values())),
-    SameDigitsConfig: DataKind(_open_task(SameDigits, SameDigitsExamples), words=(" ".join(NAMES),)),
+    DialADigitConfig: DataKind(_open_task(DialADigit, DialADigitExamples), words=_words_of_dialling),
+    SameDigitsConfig: DataKind(_open_task(SameDigits, SameDigitsExamples), words=lambda data: (" ".join(NAMES),)),
     ConversationsConfig: DataKind(_open_conversations),
     PairsConfig: DataKind(_open_pairs),
 }

@@ -6,19 +6,22 @@ seen and heard ("3 1 4" seen and "2" heard: 10). An example is a pure function o
 held-out split is shown in training. The numbers of digits follow P(n) ~ 1/n up to `max_digits`: most examples are
 short, a few are long.
 
+A share of the examples (`drawings`) asks to draw one digit: that is told, the sum of two that are told (at most 9),
+seen or heard. The answer names the digit, and a scan of it is what is to be drawn.
+
 Limits: one digit per cell of a fixed grid and one tone per time slot, so a model must recognise and order digits, but
 need not segment them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
 from PIL import Image
 
-from motet.data.example import Example, Media, Message, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, Media, Message, Modality
 
 Split = Literal["train", "held_out"]
 SPLIT_SEEDS: Mapping[Split, int] = {"train": 0, "held_out": 1}
@@ -28,6 +31,14 @@ QUESTIONS: Mapping[Question, str] = {
     "see": "What do you see?",
     "hear": "What do you hear?",
     "sum": "What is the sum of all digits?",
+}
+Request = Literal["told", "sum", "seen", "heard"]
+"""How an example says which digit is to be drawn."""
+REQUESTS: Mapping[Request, str] = {
+    "told": "Draw {}.",
+    "sum": "Draw {} + {}.",
+    "seen": "Draw what you see.",
+    "heard": "Draw what you hear.",
 }
 
 IMAGE_SIZE = 48
@@ -40,6 +51,8 @@ SLOT_S = 0.120
 LOUDNESS = 0.015
 """Amplitude of the loudest tone of one frequency: that of a quiet line, whose noise is near 0 in Whisper's features."""
 HELD_OUT_SHARE = 0.2
+SCAN_SIZE = 8
+"""Pixels on a side of what is drawn."""
 
 LOW_HZ, HIGH_HZ = (697, 770, 852, 941), (1209, 1336, 1477)
 KEYPAD = ("123", "456", "789", "*0#")
@@ -65,6 +78,20 @@ class Dialled:
         return " ".join(str(d) for digits in (self.seen if self.question == "see" else self.heard) for d in digits)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """The content of an example that asks for a drawing."""
+
+    digit: int
+    request: Request
+    terms: tuple[int, ...] = ()
+    """The digits that the question names."""
+
+    @property
+    def question(self) -> str:
+        return REQUESTS[self.request].format(*self.terms)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DialADigit:
     """The task's options."""
@@ -80,6 +107,8 @@ class DialADigit:
     """Share of examples without a sound; with `no_image` at most 1."""
     sum_questions: float = 0.2
     """Share of questions for the sum."""
+    drawings: float = field(default=0.0, repr=False)
+    """Share of examples that ask for a drawing."""
 
     def __post_init__(self) -> None:
         assert 1 <= self.max_digits <= 8
@@ -105,6 +134,9 @@ class DialADigit:
         The question, its answer and the length of the sequence are the same, so the accuracy is then that of guessing:
         a control experiment for what a model learns from a modality.
         """
+        drawing = self.drawing(split, index)
+        if drawing is not None:
+            return self._drawn(drawing, split, index)
         content, seed = self.dialled(split, index), (self.seed, SPLIT_SEEDS[split], index)
         images: list[Media] = [
             Strip(digits, split, (*seed, 0, item), "image" in denied) for item, digits in enumerate(content.seen)
@@ -120,6 +152,38 @@ class DialADigit:
                 Message("assistant", content.answer),
             ),
             media={"image": tuple(images), "audio": tuple(clips)},
+        )
+
+    def drawing(self, split: Split, index: int) -> Drawing | None:
+        """What the example asks to draw; None: it asks something else."""
+        if not self.drawings:
+            return None
+        rng = np.random.default_rng((self.seed, SPLIT_SEEDS[split], index, 2))
+        if rng.random() >= self.drawings:
+            return None
+        requests: list[Request] = ["told", "sum"]
+        requests += ["seen"] if self.no_image < 1 else []
+        requests += ["heard"] if self.no_sound < 1 else []
+        request = requests[rng.integers(len(requests))]
+        digit = int(rng.integers(10))
+        if request == "sum":
+            first = int(rng.integers(digit + 1))
+            return Drawing(digit, request, (first, digit - first))
+        return Drawing(digit, request, (digit,) if request == "told" else ())
+
+    def _drawn(self, drawing: Drawing, split: Split, index: int) -> Example:
+        seed = (self.seed, SPLIT_SEEDS[split], index, 2)
+        media: dict[Modality, tuple[Media, ...]] = {TO_GENERATE: (Scan(drawing.digit, split, (*seed, 0)),)}
+        question = drawing.question
+        if drawing.request == "seen":
+            media["image"], question = (Strip((drawing.digit,), split, (*seed, 1)),), PLACEHOLDERS["image"] + question
+        elif drawing.request == "heard":
+            media["audio"], question = (Dialling((drawing.digit,), (*seed, 1)),), PLACEHOLDERS["audio"] + question
+        answer = f"{drawing.digit} {PLACEHOLDERS[TO_GENERATE]}"
+        return Example(
+            id=f"dial-a-digit/{self.seed}/{split}/{index}",
+            messages=(Message("user", question), Message("assistant", answer)),
+            media=media,
         )
 
     def _digits(self, rng: np.random.Generator, max_items: int) -> tuple[tuple[int, ...], ...]:
@@ -159,6 +223,11 @@ class TaskExamples:
 class DialADigitExamples(TaskExamples):
     task: DialADigit
 
+    @property
+    def fingerprint(self) -> str:
+        # Checkpoints of trainings without drawings have none in it.
+        return repr(self) + (f" with drawings {self.task.drawings}" if self.task.drawings else "")
+
 
 @dataclass(frozen=True)
 class Strip:
@@ -174,6 +243,23 @@ class Strip:
 
     def load(self) -> Image.Image:
         return paint(self.digits, self.split, np.random.default_rng(self.seed), is_blank=self.is_blank)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """An image of one digit as it was scanned: what is to be drawn."""
+
+    digit: int
+    split: Split
+    seed: tuple[int, ...]
+
+    def size(self) -> tuple[int, int]:
+        return SCAN_SIZE, SCAN_SIZE
+
+    def load(self) -> Image.Image:
+        scans = handwriting()[self.split][self.digit]
+        pixels = scans[np.random.default_rng(self.seed).integers(len(scans))] * 255
+        return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
 
 
 @dataclass(frozen=True)

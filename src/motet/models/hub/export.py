@@ -428,7 +428,7 @@ def load_export(
     Raises `UserError` naming the file that is missing, damaged or of another model.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest["media_attention"] != "causal":
         raise UserError(
             f"{folder}: was trained with media_attention {manifest['media_attention']}, which transformers' own "
@@ -588,7 +588,8 @@ def _class_entry(part: PartDescription, kind: Kind) -> dict[str, Any]:
     return {**entry, "has_adapter": True} if part.has_adapter_folder else entry
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """How the parts of an exported model are put together. Raises `UserError` naming the file that is wrong."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())

@@ -102,12 +102,11 @@ def _generate(
     own = language_model.generation_config
     ends = own.eos_token_id if eos_token_id is None else eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    outputs = _encoder_outputs(model, prompts)
     lengths = [len(prompt.input_ids) for prompt in prompts]
     if model.merge == "cross_attention":
-        inputs = _cross_attention_inputs(language_model, prompts, outputs)
+        inputs = _cross_attention_inputs(language_model, prompts, _encoder_outputs(model, prompts))
     else:
-        embeddings = [_merged(model, prompt, own) for prompt, own in zip(prompts, outputs, strict=True)]
+        embeddings = prompt_embeddings(model, prompts)
         inputs = {"inputs_embeds": pad_sequence(embeddings, batch_first=True, padding_side="left")}
     device = language_model.device
     ones = [torch.ones(length, dtype=torch.long, device=device) for length in lengths]
@@ -127,6 +126,12 @@ def _generate(
     # From embeddings transformers returns the new tokens alone, from ids the prompt as well.
     new = generated[:, max(lengths) :] if "input_ids" in inputs else generated
     return [next((row[:i] for i, token in enumerate(row) if token in ends), row) for row in new.tolist()]
+
+
+def prompt_embeddings(model: MultimodalModule, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """[T, hidden_size] of each prompt: what the language model reads. Raises `UserError` as `generate_answers`."""
+    outputs = _encoder_outputs(model, prompts)
+    return [_merged(model, prompt, own) for prompt, own in zip(prompts, outputs, strict=True)]
 
 
 def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list[dict[str, Tensor]]:
