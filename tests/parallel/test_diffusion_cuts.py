@@ -8,8 +8,8 @@ from generator_run import FLUX, PIXART, QWEN_IMAGE, SANA, SD3
 from torch import nn
 
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, DiffusionFamily, diffusion_class
-from motet.parallel.diffusion_cuts import diffusion_cuts
-from motet.parallel.tensor_cuts import TensorCuts
+from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
+from motet.parallel.tensor.tensor_cuts import TensorCuts
 
 PLAN = "_tp_plan"
 """A private name of diffusers: nothing but this test reads it."""

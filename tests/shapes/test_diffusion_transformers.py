@@ -14,7 +14,7 @@ from motet.costs.cost_model import Load
 from motet.errors import UserError
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, DiffusionFamily, Given, WholeModel, diffusion_class
 from motet.models.stages.generator import Connector, DiffusionLoss, GeneratorStage
-from motet.parallel.diffusion_cuts import diffusion_cuts
+from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
 from motet.shapes.diffusion import FIXED, FREE, UNET_DEFAULTS, unet_workload
 from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, own_values, transformer_workload
 from motet.shapes.module_shape import ModuleWorkload

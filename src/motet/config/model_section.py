@@ -177,7 +177,7 @@ class GeneratorConfig(PartConfig):
     loss_weight: PositiveNumber = 1.0
     """Weight of this loss relative to the language model's."""
     guidance: PositiveNumber | None = None
-    """Guidance value that a model with `guidance_embeds` (FLUX.1-dev) is given, in training and in sampling; null: 1."""
+    """Guidance value that a model with `guidance_embeds` (FLUX.1-dev) is given in training and in sampling; null: 1."""
     null_condition: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Probability with which a training image's conditions are replaced by a learned null condition, for
     classifier-free guidance."""

@@ -17,8 +17,8 @@ from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.compiled import compile_blocks
-from motet.parallel.diffusion_cuts import diffusion_cuts
 from motet.parallel.main_gradients import keep_main_gradients
+from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
 from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs

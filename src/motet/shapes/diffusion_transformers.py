@@ -2,7 +2,7 @@
 
 Layers: 0 is the connector, 1 embeds patches, time step and conditions, then come the blocks, and the last one is the
 head with the loss. Classes, keys and defaults are those of diffusers; a test compares both with its modules. Blocks are
-cut for tensor parallelism as `motet.parallel.diffusion_cuts` cuts the modules; Sana's convolutions are not.
+cut for tensor parallelism as `motet.parallel.tensor.diffusion_cuts` cuts the modules; Sana's convolutions are not.
 
 Blocks of SD3, Flux and Qwen-Image attend over an image's places and its conditions jointly; here pairs of two
 conditions and half of those of a condition and a place are left out, which is little where an image has many more

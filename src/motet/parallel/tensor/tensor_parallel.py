@@ -113,7 +113,7 @@ def apply_tensor_parallel(
             any device (on meta: load the parts later, see `shard_parameter`). Parameters become new ones, with the
             same names: make optimizers after.
         idle: layers that are there but never run: none of them can gather what others have scattered.
-        cuts: of its linears; None: those of a transformers model (`motet.parallel.tensor_cuts`).
+        cuts: of its linears; None: those of a transformers model (`motet.parallel.tensor.tensor_cuts`).
 
     Raises `UserError` if heads or MLP do not divide, if nothing in the layers can be cut, or if the
     model's own plan asks for what is not supported.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from motet.parallel.tensor_cuts import LinearCut, Region, TensorCuts
+from motet.parallel.tensor.tensor_cuts import LinearCut, Region, TensorCuts
 
 COLUMNS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 ROWS = ("to_out.0", "to_add_out")
