@@ -34,6 +34,15 @@ def test_what_has_not_been_shown_is_refused(
         planned(tmp_path, case)
 
 
+def test_query_tokens_are_whole_where_all_modules_are_cut(tmp_path: Path) -> None:
+    parallel = {"planner": "megatron_balanced", "explicit": {}, "limits": {"tp": [2]}}
+    _, plan = planned(tmp_path, {"generator": FLUX, "num_devices": 4, "parallel": parallel})
+    sizes = {
+        name: {stage.tp_size for r in module.replicas for stage in r.stages} for name, module in plan.modules.items()
+    }
+    assert sizes == {"image_queries": {1}, "vision": {2}, "language_model": {2}, "image": {2}}
+
+
 def test_a_plan_with_a_u_net_in_two_stages_is_refused(tmp_path: Path) -> None:
     config, plan = planned(tmp_path, {"generator": UNET})
     module = plan.modules["image"]
