@@ -368,6 +368,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
         from motet.planner.from_run_file import plan_for
 
         return plan_for(config, problem)
+    from motet.planner.older_plans import with_connectors
+
     path = "" if isinstance(plan, Plan) else f" {plan}"
     if not isinstance(plan, Plan):
         try:
@@ -378,6 +380,7 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
             raise UserError(f"--plan{path}: is not a text file; motet plan --out writes one") from None
         except ValueError as error:
             raise UserError(f"--plan{path}: {error}") from None
+    plan = with_connectors(plan, problem)
     if plan.zero1 and config.train.failures is not None:
         raise UserError(f"--plan{path}: zero1: is true, which train.failures decides itself; set it to false")
     if (config.parallel.zero1 or plan.zero1) and config.train.failures is None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generator_run import PIXART, SANA, SD3, generator_config
+from generator_run import FLUX, PIXART, QWEN_IMAGE, SANA, SD3, generator_config
 
 from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import MemoryOptions, boundary_bytes
@@ -13,16 +13,18 @@ from motet.families.configured_graph import read_graph
 from motet.models.from_run_file import build_node
 
 
-@pytest.mark.parametrize("generator", [SD3, PIXART, SANA], ids=["SD3", "PixArt", "Sana"])
+@pytest.mark.parametrize(
+    "generator", [SD3, PIXART, SANA, FLUX, QWEN_IMAGE], ids=["SD3", "PixArt", "Sana", "Flux", "Qwen-Image"]
+)
 def test_charged_bytes_are_those_of_what_travels(tmp_path: Path, generator: dict) -> None:
     config = generator_config(tmp_path, generator)
     source = open_samples(config)
     samples = [sample for sample in map(source.sample, range(5)) if sample.has("image")]
-    node = build_node(config, "image", (0, 6), torch.float32)
-    workload = node.workload()
+    workload = read_graph(config).workloads["image"]
+    whole = (0, workload.num_layers)
     load = microbatch_load(workload, "image", samples, ("language_model",))
     for border in range(1, workload.num_layers):
-        rows, width = build_node(config, "image", (0, 6), torch.float32).make_stage((0, border)).output_shape(samples)
+        rows, width = build_node(config, "image", whole, torch.float32).make_stage((0, border)).output_shape(samples)
         assert rows > 0
         assert boundary_bytes(workload, border, load, 4) == 4 * rows * width
 

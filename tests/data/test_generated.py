@@ -87,7 +87,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"generator": {**SD3, "config": "DiTTransformer2DModel"}}, r"config: a DiTTransformer2DModel takes class labels"),
     ({"generator": {**SD3, "config": "SD4"}}, r"model\.generators\.image\.config: 'SD4' is not known"),
     ({"generator": {**SD3, "values": {**SD3["values"], "in_channels": 16, "out_channels": 16}}}, "in_channels: is 16"),
-    ({"explicit": {"image": {"tp": 2}}}, r"parallel\.explicit\.image\.tp: is 2, but a generator is whole"),
+    (
+        {"explicit": {"image": {"cp": 2}}},
+        r"parallel\.explicit\.image\.cp: is 2, which is not supported for a generator",
+    ),
+    (
+        {"explicit": {"image": {"tp": 2, "sequence_parallel": True}}},
+        r"parallel\.explicit\.image\.sequence_parallel: is True, which is not supported for a generator",
+    ),
 ]
 
 

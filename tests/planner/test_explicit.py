@@ -181,7 +181,7 @@ def test_virtual_stages_go_round_the_groups():
 @pytest.mark.parametrize(
     ("own", "placement", "message"),
     [
-        (Degrees(virtual_stages=2), "parallel", "virtual_stages is 2, but pp is 1"),
+        (Degrees(virtual_stages=2), "parallel", "virtual_stages is 2, but has no effect with pp 1"),
         (Degrees(pp=2, virtual_stages=50), "parallel", "pp is 2 with virtual_stages 50, but it has"),
         (Degrees(pp=2, virtual_stages=2), "replicated", "placement replicated puts the encoders on each stage"),
     ],

@@ -19,6 +19,7 @@ from motet.data.chat import word_level_tokenizer
 from motet.data.run_file import open_samples
 from motet.plan import ModulePlan, Plan, Replica
 from motet.planner.from_run_file import plan_for, planning_problem
+from motet.shapes.diffusion_transformers import PACKED
 
 WIDTH = 24
 SD3 = {
@@ -65,6 +66,46 @@ SANA = {
         "cross_attention_head_dim": 4,
         "cross_attention_dim": 16,
         "caption_channels": 20,
+    },
+}
+FLUX = {
+    "config": "FluxTransformer2DModel",
+    "values": {
+        "in_channels": 4,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 20,
+        "pooled_projection_dim": 12,
+        "axes_dims_rope": [2, 2, 4],
+    },
+}
+QWEN_IMAGE = {
+    "config": "QwenImageTransformer2DModel",
+    "values": {
+        "in_channels": 4,
+        "out_channels": 1,
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 20,
+        "axes_dims_rope": [2, 2, 4],
+    },
+}
+UNET = {
+    "config": "UNet2DConditionModel",
+    "values": {
+        "sample_size": 8,
+        "in_channels": 1,
+        "out_channels": 1,
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "cross_attention_dim": 20,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
     },
 }
 VISION = {
@@ -190,7 +231,12 @@ def generator_run(
     """
     if latents:
         options["autoencoder"] = write_autoencoder(folder)
-        generator = {**generator, "values": {**generator["values"], "in_channels": 2, "out_channels": 2}}
+        channels = {"in_channels": 2, "out_channels": 2}
+        if generator["config"] in PACKED:
+            channels = (
+                {"in_channels": 8, "out_channels": 2} if "out_channels" in generator["values"] else {"in_channels": 8}
+            )
+        generator = {**generator, "values": {**generator["values"], **channels}}
     if not (folder / "data.jsonl").exists():
         write_drawings(folder, kinds=SOUNDING if sounds else kinds)
     frozen = frozen or {}

@@ -152,9 +152,9 @@ class AutoencoderConfig(Section):
 
 class GeneratorConfig(PartConfig):
     """A diffusion model that generates images, or sounds as spectrograms, from the language model's hidden states
-    (docs/generators.md); `config` names a class of diffusers, for random weights. SD3Transformer2DModel,
-    PixArtTransformer2DModel and SanaTransformer2DModel can be trained; UNet2DConditionModel can be planned and
-    simulated, and its cross-attention reads the language model's width."""
+    (docs/generators.md); `config` names a class of diffusers, for random weights: SD3Transformer2DModel,
+    PixArtTransformer2DModel, SanaTransformer2DModel, FluxTransformer2DModel, QwenImageTransformer2DModel, or
+    UNet2DConditionModel, which is one stage."""
 
     queries: Count | None = None
     """Number of learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null:
@@ -176,6 +176,8 @@ class GeneratorConfig(PartConfig):
     over all elements of all latents (`place`), so that a large image has more weight."""
     loss_weight: PositiveNumber = 1.0
     """Weight of this loss relative to the language model's."""
+    guidance: PositiveNumber | None = None
+    """Guidance value that a model with `guidance_embeds` (FLUX.1-dev) is given in training and in sampling; null: 1."""
     null_condition: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Probability with which a training image's conditions are replaced by a learned null condition, for
     classifier-free guidance."""

@@ -308,11 +308,11 @@ class RunConfig(Section):
             self.model.check_trained_generators()
         for name in self.model.generators:
             layout = self.parallel.explicit.get(name)
-            for key, default in (("tp", 1), ("cp", 1), ("fully_sharded", False)):
+            for key, default in (("cp", 1), ("sequence_parallel", False), ("fully_sharded", False)):
                 if layout is not None and getattr(layout, key) != default:
                     raise ValueError(
-                        f"parallel.explicit.{name}.{key}: is {getattr(layout, key)}, but a generator is whole on each "
-                        f"rank of a stage; leave it out, and give dp or pp"
+                        f"parallel.explicit.{name}.{key}: is {getattr(layout, key)}, which is not supported for a "
+                        "generator; leave it out, and give dp, pp or tp"
                     )
         if self.train.failures is not None:
             raise ValueError("train.failures: is not supported with model.generators; leave one of the two out")

@@ -277,6 +277,7 @@ def analytic_table(
                 if size > 1 or not sequence_parallel
             }
             for name, workload in workloads.items()
+            if workload.shares_sequences or not sequence_parallel
         }
 
     return CostTable(

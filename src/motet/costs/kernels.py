@@ -147,11 +147,12 @@ def total_flops(kernels: Iterable[KernelShape]) -> Quadratic:
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
-_TERM: dict[Rows, str] = {
-    "tokens": "per_token",
-    "outputs": "per_output",
-    "incoming": "per_incoming",
-    "sequences": "per_sequence",
+_TERMS: dict[Rows, tuple[str, ...]] = {
+    "tokens": ("per_token",),
+    "outputs": ("per_output",),
+    "incoming": ("per_incoming",),
+    "joint": ("per_token", "per_incoming"),
+    "sequences": ("per_sequence",),
 }
 
 
@@ -255,18 +256,23 @@ class _Maker:
         if layer.attention is None:
             return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1, direction)]
         # The linears of each attention, its output's last, stand before those of the MLP.
-        norms, kernels, mlp = self._norms(direction), [], linears
+        norms, kernels, mlp, first = self._norms(direction), [], linears, 0
+        closing: list[KernelShape] = []
         for i, attention in enumerate(layer.attentions):
             *queries_keys_values, output = mlp[: attention.num_linears]
             mlp = mlp[attention.num_linears :]
-            kernels += [*self._closing(1, direction), self._residual()] if i else []
+            kernels += [*closing, self._residual()] if i else []
             kernels += [*norms[i : i + 1], *queries_keys_values, self._attention(attention, direction), output]
+            first += attention.num_linears
+            closing = self._closing_of(layer.linears[first - 1], direction)
         rest = norms[len(layer.attentions) :]
         if not mlp:
-            return [*kernels, *rest, self._residual(), *self._closing(1, direction)]
+            return [*kernels, *rest, self._residual(), *closing]
         after = [*rest, *mlp[:-1], *self._functions(direction), mlp[-1]]
-        closing = self._closing(1, direction)
-        return [*kernels, *closing, self._residual(), *after, *closing, self._residual()]
+        kernels += [*closing, self._residual(), *after]
+        for linear in layer.linears[first:-1]:
+            kernels += self._closing_of(linear, direction) if linear.rows == "incoming" else []
+        return [*kernels, *self._closing(1, direction), self._residual()]
 
     def linear(self, linear: Linear, direction: Pass) -> KernelShape:
         shards = self.tp_size if linear.cut else 1
@@ -354,7 +360,14 @@ class _Maker:
         size = elements * self.element_bytes / (self.tp_size if is_shared else 1)
         return KernelShape(name, kind, Quadratic(), self._quadratic(per_token=size))
 
-    def _closing(self, num_sums: int, direction: Pass) -> list[KernelShape]:
+    def _closing_of(self, linear: Linear, direction: Pass) -> list[KernelShape]:
+        """The collectives after an attention's last linear. Where the conditions of a generator go through blocks of
+        their own, only a row-cut linear has any."""
+        if linear.rows == "incoming" and linear.cut != "row":
+            return []
+        return self._closing(1, direction, linear.rows if linear.rows in ("incoming", "joint") else "tokens")
+
+    def _closing(self, num_sums: int, direction: Pass, rows: Rows = "tokens") -> list[KernelShape]:
         """The collectives after a row-cut linear or a table cut by the vocabulary, or in the backward before them.
 
         The forward sums the outputs of a linear, the backward the gradients of the input of all linears behind a norm.
@@ -369,11 +382,11 @@ class _Maker:
         together: dict[Collective, int] = {"all_reduce": summed}
         if self.sequence_parallel and layer.part == "block":
             together = {"reduce_scatter": summed, "all_gather": gathered}
-        sizes = {kind: self._quadratic(per_token=layer.hidden_size * size) for kind, size in together.items()}
+        sizes = {kind: self._terms(rows, layer.hidden_size * size) for kind, size in together.items()}
         return [KernelShape(k, "communication", Quadratic(), sizes[k], collective=k) for k in [*sizes] * num_sums]
 
     def _terms(self, rows: Rows, value: float, constant: float = 0.0) -> Quadratic:
-        return self._quadratic(**{"constant": constant, _TERM[rows]: value})
+        return self._quadratic(constant=constant, **dict.fromkeys(_TERMS[rows], value))
 
     def _quadratic(self, **terms: float) -> Quadratic:
         """Converts terms of the layer's sequence into terms of the module's sequence."""

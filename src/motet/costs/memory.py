@@ -295,6 +295,7 @@ def _rows(linear: Linear, layer: LayerShape, load: Load) -> float:
         "tokens": load.tokens * layer.resolution,
         "outputs": load.outputs,
         "incoming": load.incoming,
+        "joint": load.tokens * layer.resolution + load.incoming,
         "sequences": load.sequences,
     }
     return rows[linear.rows] * linear.rows_per_token

@@ -86,21 +86,25 @@ class GeneratedLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modality", TO_GENERATE if self.spectrogram is None else TO_GENERATE_AUDIO)
-        channels, patch = self.config["in_channels"], self.config["patch_size"]
+        channels, patch = self.config["latent_channels"], self.config["place_side"]
+        packed = self.config["in_channels"] // channels
         if self.autoencoder is not None:
             own = self._stored["latent_channels"]
             if channels != own:
                 raise UserError(
-                    f"{self.name}.values.in_channels: is {channels}, but the autoencoder has {own} latent channels; "
-                    f"give {own}"
+                    f"{self.name}.values.in_channels: is {packed * channels}, but the autoencoder has {own} latent "
+                    f"channels; give {packed * own}"
                 )
         elif self.spectrogram is None and channels not in MODES:
             raise UserError(
-                f"{self.name}.values.in_channels: is {channels}, but images are learned as pixels of 1 channel (grey) "
-                "or 3; give one of these, or an autoencoder"
+                f"{self.name}.values.in_channels: is {packed * channels}, but images are learned as pixels of 1 "
+                f"channel (grey) or 3; give {packed} or {3 * packed}, or an autoencoder"
             )
         if self.spectrogram is not None and channels != 1:
-            raise UserError(f"{self.name}.values.in_channels: is {channels}, but a spectrogram has 1 channel; give 1")
+            raise UserError(
+                f"{self.name}.values.in_channels: is {packed * channels}, but a spectrogram has 1 channel; give "
+                f"{packed}"
+            )
         if self.spectrogram is not None and self.spectrogram.num_mels % patch:
             raise UserError(
                 f"{self.name}.spectrogram.num_mels: is {self.spectrogram.num_mels}; give a multiple of {patch}, the "
@@ -124,7 +128,7 @@ class GeneratedLayout:
     @cached_property
     def _side(self) -> int:
         """Pixels on a side of a place."""
-        patch: int = self.config["patch_size"]
+        patch: int = self.config["place_side"]
         return patch if self.autoencoder is None else patch * 2 ** (len(self._stored["block_out_channels"]) - 1)
 
     def _grid(self, media: Media) -> tuple[int, int]:
@@ -147,7 +151,7 @@ class GeneratedLayout:
             height, width = media.size()
             return height, width
         num_samples = resampled_length(media.size(), self.spectrogram.sampling_rate)
-        patch = self.config["patch_size"]
+        patch = self.config["place_side"]
         return self.spectrogram.num_mels, patch * ceil(num_samples / (self.spectrogram.hop * patch))
 
     def latents(self, example: Example) -> np.ndarray:
@@ -158,7 +162,7 @@ class GeneratedLayout:
                 wave = resample(media.load(), media.size()[1], self.spectrogram.sampling_rate)
                 parts.append(log_mel(wave, self.spectrogram, self._size(media)[1]).reshape(-1))
                 continue
-            parts.append(pixels_of(media.load(), self.config["in_channels"]).reshape(-1))
+            parts.append(pixels_of(media.load(), self.config["latent_channels"]).reshape(-1))
         return np.concatenate(parts)
 
 

@@ -39,7 +39,6 @@ from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.encoders.token_counts import modality_of, reads_text
 from motet.plan import queries_of
-from motet.shapes.diffusion_transformers import TRANSFORMERS
 
 if TYPE_CHECKING:
     from motet.data.preparation import ExampleDataset, Preparation
@@ -171,11 +170,6 @@ def _module_layouts(
         elif isinstance(part, DecoderConfig):
             layouts[name] = CaptionLayout(tools.tokenizer(node), values, part.reads)
         elif isinstance(part, GeneratorConfig) and node.workload.kind == "generator":
-            if node.workload.family not in TRANSFORMERS:
-                raise UserError(
-                    f"{node.key}: a {node.workload.family} can be planned and simulated only, with data.kind "
-                    f"described; give {' or '.join(TRANSFORMERS)}"
-                )
             layouts[name] = GeneratedLayout(values, part.loss_per, node.key, part.spectrogram, part.autoencoder)
         elif isinstance(part, GeneratorConfig):
             reader = next(other for other in config.model.generators if queries_of(other) == name)

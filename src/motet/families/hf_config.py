@@ -8,15 +8,8 @@ from typing import Any, Literal
 
 from motet.config import AutoencoderConfig, DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
-from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, generator_workload
-from motet.shapes.diffusion_transformers import (
-    PIXART_DEFAULTS,
-    SANA_DEFAULTS,
-    SD3_DEFAULTS,
-    TRANSFORMERS,
-    Connection,
-    transformer_workload,
-)
+from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, unet_workload
+from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, transformer_workload
 from motet.shapes.module_shape import ModuleWorkload
 from motet.shapes.shape_card import Role, ShapeRequest
 
@@ -156,17 +149,19 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS, **SANA_DEFAULTS}:
+    for key in {*UNET_DEFAULTS, *(key for defaults, *_ in TRANSFORMERS.values() for key in defaults)}:
         value = part.values.get(key)
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
     try:
-        if stored["_class_name"] in TRANSFORMERS:
-            connection = Connection(incoming_size=incoming_size, projector=part.projector)
-            return transformer_workload({**stored, **part.values}, connection)
-        return generator_workload({**stored, **part.values, "cross_attention_dim": incoming_size})
+        connection = Connection(incoming_size=incoming_size, projector=part.projector, guidance=part.guidance)
+        if stored["_class_name"] not in (classes := (*TRANSFORMERS, *GENERATORS)):
+            raise UserError(f"_class_name {stored['_class_name']!r} is not known; known are {', '.join(classes)}")
+        make = transformer_workload if stored["_class_name"] in TRANSFORMERS else unet_workload
+        return make({**stored, **part.values}, connection)
     except UserError as error:
         message = str(error).removeprefix("model: ")
-        raise UserError(f"{where}{'.' if message.startswith('values.') else ': '}{message}") from None
+        is_key = message.startswith(("values.", "guidance:"))
+        raise UserError(f"{where}{'.' if is_key else ': '}{message}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, IndexError, AttributeError) as error:
         raise UserError(f"{where}.values: do not make a {stored['_class_name']} ({error}); see diffusers") from None

@@ -15,6 +15,7 @@ from motet.models.materialize import layer_seed
 from motet.models.stages.generator import Connector, DiffusionLoss, GeneratorStage
 from motet.models.stages.queries import QueryStage, QueryTokens
 from motet.plan import LANGUAGE_MODEL, LayerRange, queries_of
+from motet.shapes.diffusion_transformers import own_values
 from motet.shapes.module_shape import ModuleWorkload
 
 
@@ -49,7 +50,7 @@ class QueryNode(ModuleNode):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GeneratorNode(ModuleNode):
-    """A diffusion transformer that reads the language model, and the connector before it."""
+    """A diffusion model that reads the language model, and the connector before it."""
 
     model: nn.Module
     connector: Connector
@@ -57,6 +58,8 @@ class GeneratorNode(ModuleNode):
     shape: ModuleWorkload
     incoming_size: int
     """Width of the language model's hidden states."""
+    guidance: float | None = None
+    """Guidance that the model is told; None: it has no embedding of one."""
     reads: str = LANGUAGE_MODEL
     queries: str = ""
     """The module of its query tokens; "": it reads all hidden states up to the placeholder."""
@@ -95,7 +98,7 @@ class GeneratorNode(ModuleNode):
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
         """One image of the native size."""
-        side = self.shape.config["sample_size"] // self.shape.config["patch_size"]
+        side = self.shape.config["native_side"] // self.shape.config["place_side"]
         return (Segment(side * side, grid=(side, side)),)
 
 
@@ -116,10 +119,9 @@ def generator_node(
     Raises `UserError` naming the key that is wrong."""
     part, shape = described.part, described.workload
     assert isinstance(part, GeneratorConfig)
-    known = {key: value for key, value in shape.config.items() if key not in ("condition_size", "pooled_size")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(layer_seed(part.seed, name, 1))
-        model = build_diffusion_model(part, known, dtype, described.key)
+        model = build_diffusion_model(part, own_values(shape.config), dtype, described.key)
     model.requires_grad_(part.train.module).train(part.train.module)
     incoming_size = modules[LANGUAGE_MODEL].workload.hidden_size
     connector = Connector(
@@ -139,5 +141,6 @@ def generator_node(
         loss=DiffusionLoss(objective=part.objective, per=part.loss_per, null_condition=part.null_condition),
         shape=shape,
         incoming_size=incoming_size,
+        guidance=shape.config["guidance"],
         queries=queries_of(name) if part.queries else "",
     )

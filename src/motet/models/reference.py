@@ -259,7 +259,7 @@ def plain_generation_loss(
     total: Any = 0.0
     count = 0.0
     model: Any = node.model
-    channels, patch = model.config.in_channels, model.config.patch_size
+    channels, patch = _latent_channels(model), _side_of_a_place(model)
     language_model = node.reads
     for i, sample in enumerate(batch.samples):
         segments = sample.layouts.get(node.name, ())
@@ -286,7 +286,9 @@ def plain_generation_loss(
             context = node.connector.projector(node.connector.norm(own))
             if has_null_condition(*drawn, node.loss.null_condition):
                 context = node.connector.null.repeat(len(own), 1)
-            error = (_denoise(model, node.connector, noised, timestep, context[None]) - target).square().mean()
+            pooled = None if node.connector.pooled is None else node.connector.pooled(context[None].mean(1))
+            made = denoise(model, noised, timestep, context[None], pooled, node.guidance)
+            error = (made - target).square().mean()
             weight = segment.num_tokens if node.loss.per == "place" else 1
             total, count = total + weight * error, count + weight
     return torch.as_tensor(total) / max(count, 1)
@@ -306,12 +308,48 @@ def _noised(objective: str, clean: Tensor, noise: Tensor, drawn: Any) -> tuple[T
     return signal * clean + amount * noise, torch.tensor([float(place)], dtype=torch.float32), target
 
 
-def _denoise(model: Any, connector: Any, noised: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
-    """Runs diffusers' own forward on one image."""
-    given = {"hidden_states": noised, "timestep": timestep, "encoder_hidden_states": context}
-    if connector.pooled is not None:
-        given["pooled_projections"] = connector.pooled(context.mean(1))
-    return model(**given).sample
+def _is_packed(model: Any) -> bool:
+    return type(model).__name__ in ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
+
+
+def _latent_channels(model: Any) -> int:
+    return int(model.config.in_channels) // (4 if _is_packed(model) else 1)
+
+
+def _side_of_a_place(model: Any) -> int:
+    if _is_packed(model):
+        return 2
+    return int(getattr(model.config, "patch_size", 1))
+
+
+def denoise(
+    model: Any, noised: Tensor, timestep: Tensor, context: Tensor, pooled: Tensor | None, guidance: float | None
+) -> Tensor:
+    """Runs diffusers' own forward on one image [1, channels, height, width], as its pipelines do."""
+    if type(model).__name__ == "UNet2DConditionModel":
+        return model(noised, timestep, context).sample
+    if not _is_packed(model):
+        given: dict[str, Any] = {"hidden_states": noised, "timestep": timestep, "encoder_hidden_states": context}
+        return model(**given, **({} if pooled is None else {"pooled_projections": pooled})).sample
+    _, channels, height, width = noised.shape
+    rows, columns = height // 2, width // 2
+    patches = noised.view(1, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+    given = {
+        "hidden_states": patches.reshape(1, rows * columns, 4 * channels),
+        "timestep": timestep / 1000,
+        "encoder_hidden_states": context,
+    }
+    if type(model).__name__ == "FluxTransformer2DModel":
+        ids = torch.zeros(rows, columns, 3, device=noised.device)
+        ids[..., 1] += torch.arange(rows, device=noised.device)[:, None]
+        ids[..., 2] += torch.arange(columns, device=noised.device)[None, :]
+        given |= {"pooled_projections": pooled, "img_ids": ids.reshape(-1, 3)}
+        given |= {"txt_ids": torch.zeros(context.shape[1], 3, device=noised.device)}
+        given |= {} if guidance is None else {"guidance": torch.full_like(timestep, guidance)}
+    else:
+        given["img_shapes"] = [[(1, rows, columns)]]
+    made = model(**given).sample.view(1, rows, columns, channels, 2, 2)
+    return made.permute(0, 3, 1, 4, 2, 5).reshape(noised.shape)
 
 
 def _record_router_logits(model: Any, routed: list[Tensor]) -> list[Any]:

@@ -630,7 +630,8 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
     sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
     if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
         return []
-    modules = {name: replace(module, sequence_parallel=name in cut) for name, module in plan.modules.items()}
+    takers = {name for name in cut if problem.modules[plan.modules[name].data_module(name)].workload.shares_sequences}
+    modules = {name: replace(module, sequence_parallel=name in takers) for name, module in plan.modules.items()}
     return [evaluate(problem, replace(plan, modules=modules))]
 
 

@@ -188,6 +188,12 @@ def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
         num_layers = modules[owner].workload.num_layers
         if module.num_layers != num_layers:
             raise UserError(f"plan: modules.{name}.num_layers: is {module.num_layers}, but the model has {num_layers}")
+        workload, num_stages = modules[owner].workload, max(len(replica.stages) for replica in module.replicas)
+        if workload.max_stages is not None and num_stages > workload.max_stages:
+            raise UserError(
+                f"plan: modules.{name}: has {num_stages} stages, but a {workload.family} can be cut into "
+                f"{workload.max_stages} at most; plan again"
+            )
         trainable = modules[owner].trainable
         if module.trainable != trainable:
             raise UserError(

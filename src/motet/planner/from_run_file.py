@@ -317,6 +317,8 @@ def compute_costs(
     """Costs computed from the cluster's speeds. `speeds`: None: those of the run file, else of the catalogue."""
     if speeds is None and config.cluster.speeds is not None:
         speeds = Speeds.load(config.cluster.speeds)
+    if any(workload.family == QUERY_TOKENS for workload in workloads.values()):
+        tp_sizes = {*tp_sizes, 1}  # Query tokens are whole, whatever the limits say of other modules.
     return analytic_table(
         workloads,
         cluster,

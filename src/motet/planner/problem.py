@@ -120,7 +120,7 @@ class ModuleProblem:
             trainable=self.trainable,
             tied=self.workload.tied,
             loss_weight=self.loss_weight,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sequence_parallel and self.workload.shares_sequences,
             fully_sharded=fully_sharded,
             sharded_replicas=sharded_replicas,
             whole_parameters=whole_parameters,

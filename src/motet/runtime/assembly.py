@@ -11,16 +11,18 @@ from motet.families.configured_graph import read_graph
 from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
+from motet.models.stages.generator import GeneratorStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.compiled import compile_blocks
 from motet.parallel.main_gradients import keep_main_gradients
+from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
 from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
-from motet.recomputation import of_module
+from motet.recomputation import BLOCKS, of_module
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -55,10 +57,10 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
-        if module_plan.kind == "generator" and (stage.tp_size, stage.cp_size) != (1, 1):
+        if module_plan.kind == "generator" and (stage.cp_size > 1 or module_plan.sequence_parallel):
             raise UserError(
-                f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks; generators "
-                "are whole on each rank of a stage; give tp_size 1 and cp_size 1"
+                f"plan: modules.{name}: is a generator, for which neither context nor sequence parallelism is "
+                "supported; give cp_size 1 and sequence_parallel false"
             )
         recompute = of_module(plan.recompute, name) or of_module(plan.recompute, owner)
         return build_stage(config, owner, stage.layers, tp, device, recompute=recompute)
@@ -136,7 +138,13 @@ def make_stage(
         stage.attend_by_sample(packed_attention)
     if tp.experts is not None:
         _check_experts(node, tp, tp.experts)
-    if (tp.size > 1 or tp.experts is not None) and node.family is not None:
+    if tp.size > 1 and isinstance(stage, GeneratorStage):
+        if node.workload().must_divide is None:
+            raise UserError(
+                f"parallel: {node.name}.tp_size: {stage.model_class} has no rules for tensor parallelism; use 1"
+            )
+        apply_tensor_parallel(stage, tp, cuts=diffusion_cuts(stage.block_paths))
+    elif (tp.size > 1 or tp.experts is not None) and node.family is not None:
         if tp.size > 1 and getattr(stage, "exchanges_heads", False):
             raise UserError(
                 f"parallel: stages of {node.name} read keys and values of stages before them, of which each "
@@ -148,6 +156,10 @@ def make_stage(
         add_adapters(stage, f"module.{blocks}", num_blocks, node.adapters)
     if compile_backend is not None and hasattr(stage, "running_blocks"):
         compile_blocks(cast(HasBlocks, stage), compile_backend)
+    if recompute not in (None, BLOCKS) and isinstance(stage, GeneratorStage) and stage.is_whole_model:
+        raise UserError(
+            f"parallel.recompute: {node.name}:{recompute} is not supported for a {stage.model_class}; give {node.name}"
+        )
     if recompute is not None and hasattr(stage, "running_blocks"):
         treat_activations(cast(HasBlocks, stage), recompute)
     return cast(StageModule, stage.to(device))

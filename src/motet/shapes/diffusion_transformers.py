@@ -1,10 +1,12 @@
-"""The shape of diffusion transformers that read a language model (SD3, PixArt, Sana), with their connector.
+"""The shape of diffusion transformers that read a language model, with their connector.
 
 Layers: 0 is the connector, 1 embeds patches, time step and conditions, then come the blocks, and the last one is the
-head with the loss. Classes, keys and defaults are those of diffusers; a test compares both with its modules.
+head with the loss. Classes, keys and defaults are those of diffusers; a test compares both with its modules. Blocks are
+cut for tensor parallelism as `motet.parallel.tensor.diffusion_cuts` cuts the modules; Sana's convolutions are not.
 
-An SD3 block attends over an image's places and its conditions jointly; here pairs of two conditions and half of those
-of a condition and a place are left out, which is little where an image has many more places than conditions.
+Blocks of SD3, Flux and Qwen-Image attend over an image's places and its conditions jointly; here pairs of two
+conditions and half of those of a condition and a place are left out, which is little where an image has many more
+places than conditions.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from motet.errors import UserError
-from motet.shapes.module_shape import Attention, Config, LayerShape, Linear, ModuleWorkload
+from motet.shapes.module_shape import Attention, Config, LayerShape, Linear, ModuleWorkload, Rows
 
 SD3_DEFAULTS: Mapping[str, Any] = {
     "sample_size": 128,
@@ -60,15 +62,53 @@ SANA_DEFAULTS: Mapping[str, Any] = {
     "guidance_embeds": False,
     "qk_norm": None,
 }
+FLUX_DEFAULTS: Mapping[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "out_channels": None,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+}
+QWEN_IMAGE_DEFAULTS: Mapping[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+    "zero_cond_t": False,
+    "use_additional_t_cond": False,
+    "use_layer3d_rope": False,
+}
 NUM_TIME_VECTORS: Mapping[str, int] = {
     "SD3Transformer2DModel": 1,
     "PixArtTransformer2DModel": 7,
     "SanaTransformer2DModel": 7,
+    "FluxTransformer2DModel": 1,
+    "QwenImageTransformer2DModel": 1,
 }
-"""Vectors that a time step becomes: SD3's blocks read one, those of the others six, and their heads one more."""
+"""Vectors that a time step becomes: the blocks of SD3, Flux and Qwen-Image read one, those of the others six, and their
+heads one more."""
+PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
+"""Classes that are given latents in which two by two places are one, with four times the channels."""
+PACKED_SIDE = 128
+"""Height and width of latents at the native size of these, whose configurations have none: that of their pipelines."""
 TIME_CHANNELS = 256
 """Width of a sinusoidal time embedding."""
 MLP_RATIO = 4
+DERIVED = ("condition_size", "pooled_size", "latent_channels", "place_side", "native_side", "guidance")
+"""Keys that `ModuleWorkload.config` of a generator has beside those of diffusers: widths of a condition and of the
+pooled one (0: there is none), channels of latents, how many of their rows and columns a place covers, their height and
+width at the native size, and the guidance that the model is told (None: it is told none)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +118,22 @@ class Connection:
     incoming_size: int
     """Width of the hidden states that it reads."""
     projector: Literal["linear", "mlp"]
+    guidance: float | None = None
+    """Guidance that a model with embeddings of it is told; None: 1."""
+
+
+def own_values(config: Config) -> dict[str, Any]:
+    """The keys of diffusers in `ModuleWorkload.config` of a generator."""
+    return {key: value for key, value in config.items() if key not in DERIVED}
+
+
+def guidance_told(values: Mapping[str, Any], connection: Connection) -> float | None:
+    """The guidance that the model is told. Raises `UserError` if it cannot be told any."""
+    if values.get("guidance_embeds"):
+        return 1.0 if connection.guidance is None else connection.guidance
+    if connection.guidance is not None:
+        raise UserError("guidance: the model has no guidance embeddings (values.guidance_embeds); leave it out")
+    return None
 
 
 def transformer_workload(config: Config, connection: Connection) -> ModuleWorkload:
@@ -86,7 +142,7 @@ def transformer_workload(config: Config, connection: Connection) -> ModuleWorklo
     defaults, conditions, layers_of, checks = TRANSFORMERS[kind]
     values = {**defaults, **config}
     width = values["num_attention_heads"] * values["attention_head_dim"]
-    if values["out_channels"] not in (None, values["in_channels"]):
+    if kind not in PACKED and values["out_channels"] not in (None, values["in_channels"]):
         raise UserError(
             f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
             "channels of in_channels; give as many"
@@ -94,19 +150,30 @@ def transformer_workload(config: Config, connection: Connection) -> ModuleWorklo
     checks(values, width)
     size, pooled = conditions(values)
     embed, blocks, head = layers_of(values, width)
+    is_packed = kind in PACKED
+    is_cut = any(linear.cut for block in blocks for linear in block.linears)
     return ModuleWorkload(
         kind="generator",
         family=kind,
-        config={**values, "condition_size": size, "pooled_size": pooled},
+        config={
+            **values,
+            "condition_size": size,
+            "pooled_size": pooled,
+            "latent_channels": values["in_channels"] // (4 if is_packed else 1),
+            "place_side": 2 if is_packed else values["patch_size"],
+            "native_side": PACKED_SIDE if is_packed else values["sample_size"],
+            "guidance": guidance_told(values, connection),
+        },
         hidden_size=width,
-        output_size=values["patch_size"] ** 2 * values["in_channels"],
-        layers=(_connector(connection, size, pooled), embed, *blocks, head),
+        output_size=values["in_channels"] * (1 if is_packed else values["patch_size"] ** 2),
+        layers=(connector_layer(connection, size, pooled), embed, *blocks, head),
+        must_divide={"num_attention_heads": values["num_attention_heads"]} if is_cut else None,
         shares_tokens=False,
         num_time_vectors=NUM_TIME_VECTORS[kind],
     )
 
 
-def _connector(connection: Connection, size: int, pooled: int) -> LayerShape:
+def connector_layer(connection: Connection, size: int, pooled: int) -> LayerShape:
     """A norm, one or two linears, the projection of the conditions' mean, and the null condition."""
     linears = [Linear(connection.incoming_size, size, bias=True, rows="incoming")]
     if connection.projector == "mlp":
@@ -129,9 +196,16 @@ def _patches(values: Mapping[str, Any], width: int) -> Linear:
     return Linear(values["patch_size"] ** 2 * values["in_channels"], width, bias=True, reads_layer_input=True)
 
 
-def _mlp(width: int, rows: Literal["tokens", "incoming"] = "tokens") -> tuple[Linear, Linear]:
-    inner = MLP_RATIO * width
-    return Linear(width, inner, bias=True, rows=rows), Linear(inner, width, bias=True, rows=rows)
+def _column(features: int, out: int, bias: bool = True, rows: Rows = "tokens") -> Linear:
+    return Linear(features, out, bias=bias, cut="column", rows=rows)
+
+
+def _row(features: int, out: int, rows: Rows = "tokens") -> Linear:
+    return Linear(features, out, bias=True, cut="row", rows=rows)
+
+
+def _mlp(width: int, rows: Rows = "tokens") -> tuple[Linear, Linear]:
+    return _column(width, MLP_RATIO * width, rows=rows), _row(MLP_RATIO * width, width, rows)
 
 
 def _output(values: Mapping[str, Any], width: int) -> Linear:
@@ -154,29 +228,94 @@ def _sd3(values: Mapping[str, Any], width: int) -> Parts:
             Linear(values["joint_attention_dim"], width, bias=True, rows="incoming"),
         ),
     )
-    own, context = Linear(width, width, bias=True), Linear(width, width, bias=True, rows="incoming")
-    attention = Attention(heads, heads, head_dim, normalizes=values["qk_norm"] is not None)
     norms = 4 * head_dim if values["qk_norm"] else 0
 
     def block(is_last: bool) -> LayerShape:
         """The last one's conditions are read, but not changed."""
-        of_context = [context] * (3 if is_last else 4)
-        mlps = (*_mlp(width), *(() if is_last else _mlp(width, "incoming")))
-        time = (_per_sequence(width, 6 * width), _per_sequence(width, (2 if is_last else 6) * width))
-        return LayerShape(
-            "block",
-            width,
-            (*[own] * 4, *of_context, *mlps, *time),
-            attention,
-            replace(attention, reads_encoder=True, num_linears=len(of_context)),
-            other_parameters=norms,
-            saved_vectors=2,
-            saved_vectors_for_weights=2,
-        )
+        return _joint_block(width, heads, head_dim, norms, changes_conditions=not is_last)
 
     head = LayerShape("head", width, (_per_sequence(width, 2 * width), _output(values, width)), saved_vectors=1)
     number = values["num_layers"]
     return embed, [block(i == number - 1) for i in range(number)], head
+
+
+def _joint_block(width: int, heads: int, head_dim: int, norms: int, *, changes_conditions: bool = True) -> LayerShape:
+    """Places and conditions have weights of their own and attend jointly. `norms`: parameters of norms of queries and
+    keys."""
+    own, context = _column(width, width), _column(width, width, rows="incoming")
+    of_context = [context, context, context, *([_row(width, width, "incoming")] if changes_conditions else [])]
+    mlps = (*(_mlp(width, "incoming") if changes_conditions else ()), *_mlp(width))
+    time = (_per_sequence(width, 6 * width), _per_sequence(width, (6 if changes_conditions else 2) * width))
+    attention = Attention(heads, heads, head_dim, normalizes=norms > 0)
+    return LayerShape(
+        "block",
+        width,
+        (own, own, own, _row(width, width), *of_context, *time, *mlps),
+        attention,
+        replace(attention, reads_encoder=True, num_linears=len(of_context)),
+        other_parameters=norms,
+        saved_vectors=2,
+        saved_vectors_for_weights=2,
+    )
+
+
+def _flux(values: Mapping[str, Any], width: int) -> Parts:
+    """Blocks with weights of their own for places and conditions, then blocks with one set of weights for both, in
+    which attention and MLP run side by side, with one linear behind both. All of their linears count as the
+    attention's, and of its pairs those of places."""
+    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    pooled, inner = values["pooled_projection_dim"], MLP_RATIO * width
+    told = _time(width) if values["guidance_embeds"] else ()
+    embed = LayerShape(
+        "embed",
+        width,
+        (
+            Linear(values["in_channels"], width, bias=True, reads_layer_input=True),
+            *_time(width),
+            *told,
+            *(_per_sequence(pooled, width), _per_sequence(width, width)),
+            Linear(values["joint_attention_dim"], width, bias=True, rows="incoming"),
+        ),
+    )
+    double = _joint_block(width, heads, head_dim, 4 * head_dim)
+    both = _column(width, width, rows="joint")
+    single = LayerShape(
+        "block",
+        width,
+        (
+            *(both, both, both, _column(width, inner, rows="joint")),
+            _per_sequence(width, 3 * width),
+            _row(width + inner, width, "joint"),
+        ),
+        Attention(heads, heads, head_dim, normalizes=True, num_linears=6),
+        other_parameters=2 * head_dim,
+        saved_vectors=1,
+        saved_vectors_for_weights=1,
+    )
+    head = LayerShape("head", width, (_per_sequence(width, 2 * width), _packed_output(values, width)), saved_vectors=1)
+    return embed, [double] * values["num_layers"] + [single] * values["num_single_layers"], head
+
+
+def _packed_output(values: Mapping[str, Any], width: int) -> Linear:
+    return Linear(width, values["in_channels"], bias=True)
+
+
+def _qwen_image(values: Mapping[str, Any], width: int) -> Parts:
+    """The last block changes its conditions too, though nothing reads them."""
+    embed = LayerShape(
+        "embed",
+        width,
+        (
+            Linear(values["in_channels"], width, bias=True, reads_layer_input=True),
+            *_time(width),
+            Linear(values["joint_attention_dim"], width, bias=True, rows="incoming"),
+        ),
+        other_parameters=values["joint_attention_dim"],
+    )
+    head_dim = values["attention_head_dim"]
+    block = _joint_block(width, values["num_attention_heads"], head_dim, 4 * head_dim)
+    head = LayerShape("head", width, (_per_sequence(width, 2 * width), _packed_output(values, width)), saved_vectors=1)
+    return embed, [block] * values["num_layers"], head
 
 
 def _pixart(values: Mapping[str, Any], width: int) -> Parts:
@@ -192,9 +331,9 @@ def _pixart(values: Mapping[str, Any], width: int) -> Parts:
             Linear(width, width, bias=True, rows="incoming"),
         ),
     )
-    own = Linear(width, width, bias=values["attention_bias"])
+    own = _column(width, width, values["attention_bias"])
     context = replace(own, rows="incoming")
-    output = replace(own, bias=True)
+    output = _row(width, width)
     attention = Attention(heads, heads, head_dim)
     block = LayerShape(
         "block",
@@ -288,6 +427,46 @@ def _check_pixart(values: Mapping[str, Any], width: int) -> None:
         )
 
 
+def _check_flux(values: Mapping[str, Any], width: int) -> None:
+    _check_packed(values)
+    if values["patch_size"] != 1:
+        raise UserError(f"values.patch_size: is {values['patch_size']}, but latents are packed before; give 1")
+    if values["out_channels"] not in (None, values["in_channels"]):
+        raise UserError(
+            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
+            "channels of in_channels; leave it out"
+        )
+    if values["num_single_layers"] < 1:
+        raise UserError(f"values.num_single_layers: is {values['num_single_layers']}; give at least 1")
+
+
+def _check_qwen_image(values: Mapping[str, Any], width: int) -> None:
+    _check_packed(values)
+    if values["patch_size"] != 2 or values["out_channels"] is None:
+        raise UserError("values.patch_size: latents are packed two by two; give 2, and out_channels")
+    if 4 * values["out_channels"] != values["in_channels"]:
+        raise UserError(
+            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
+            f"channels of in_channels, which are packed by four; give {values['in_channels'] // 4}"
+        )
+    for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+        if values[key]:
+            raise UserError(f"values.{key}: is not supported; leave it out")
+
+
+def _check_packed(values: Mapping[str, Any]) -> None:
+    if values["in_channels"] % 4:
+        raise UserError(
+            f"values.in_channels: is {values['in_channels']}, but two by two places of the latents are packed into "
+            "one; give four times the latents' channels"
+        )
+    axes, head_dim = list(values["axes_dims_rope"]), values["attention_head_dim"]
+    if sum(axes) != head_dim or len(axes) != 3 or any(axis % 2 for axis in axes):
+        raise UserError(
+            f"values.axes_dims_rope: is {axes}; give three even numbers whose sum is attention_head_dim, {head_dim}"
+        )
+
+
 Sizes = Callable[[Mapping[str, Any]], tuple[int, int]]
 """Width of a condition, and of the pooled condition (0: there is none)."""
 TRANSFORMERS: Mapping[
@@ -312,5 +491,17 @@ TRANSFORMERS: Mapping[
         _check_pixart,
     ),
     "SanaTransformer2DModel": (SANA_DEFAULTS, lambda values: (values["caption_channels"], 0), _sana, _check_sana),
+    "FluxTransformer2DModel": (
+        FLUX_DEFAULTS,
+        lambda values: (values["joint_attention_dim"], values["pooled_projection_dim"]),
+        _flux,
+        _check_flux,
+    ),
+    "QwenImageTransformer2DModel": (
+        QWEN_IMAGE_DEFAULTS,
+        lambda values: (values["joint_attention_dim"], 0),
+        _qwen_image,
+        _check_qwen_image,
+    ),
 }
 """By class of diffusers: defaults, sizes of conditions, layers, and checks."""

@@ -22,10 +22,10 @@ Arrangement = Literal["separate", "padded", "packed"]
 """How a microbatch's sequences are laid out: each by its own length; all padded to the longest; all in one row, where
 attention is computed over the whole row and masked."""
 
-Rows = Literal["tokens", "outputs", "incoming", "sequences"]
+Rows = Literal["tokens", "outputs", "incoming", "joint", "sequences"]
 """The rows that a linear is applied to: the module's own tokens; those that it outputs (an encoder's projector) or that
-carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector
-for each sequence (a diffusion model's time step)."""
+carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); both of a
+module's own tokens and of what comes (a generator's); one vector for each sequence (a diffusion model's time step)."""
 
 Config = Mapping[str, Any]
 
@@ -210,6 +210,11 @@ class ModuleWorkload:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether a tensor-parallel group can share its tokens between regions (sequence parallelism)."""
+        return self.kind != "generator"
 
     def treated(self, recompute: str | None) -> "ModuleWorkload":
         """With blocks whose activations are treated as this kind of recomputation says; None: all are kept."""

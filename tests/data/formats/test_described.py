@@ -99,11 +99,11 @@ def test_a_generator_is_a_module_that_reads_the_language_model(tmp_path: Path) -
         assert [(edge.source, edge.target) for edge in problem.edges if "image" in (edge.source, edge.target)] == [
             ("language_model", "image")
         ]
-        # A U-Net's keys and values are made of the language model's 64 features.
+        # The connector reads the language model's 64 features; a U-Net's keys and values are made of its 1280.
         incoming = {linear.in_features for layer in module.workload.layers for linear in layer.linears
                     if linear.rows == "incoming"}  # fmt: skip
-        assert incoming == {64}
-        assert module.trainable == (() if overrides else ((0, module.workload.num_layers),))
+        assert incoming == {64, 1280}
+        assert module.trainable == ((0, 1 if overrides else module.workload.num_layers),)
         assert module.loss_weight == weight
 
 

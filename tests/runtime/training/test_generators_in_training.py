@@ -45,7 +45,7 @@ def test_it_resumes_to_the_bit_and_under_another_plan(tmp_path: Path) -> None:
         }
 
     resumed = {"resume": str(tmp_path / "half" / "checkpoints" / "step_00000002")}
-    whole, half, rest, other = results_of(
+    whole, half, rest, other, cut = results_of(
         tmp_path,
         4,
         [
@@ -53,19 +53,23 @@ def test_it_resumes_to_the_bit_and_under_another_plan(tmp_path: Path) -> None:
             run("half", 2),
             run("rest", STEPS, **resumed),
             run("other", STEPS, {"image": {"dp": 2}}, **resumed),
+            run("cut", STEPS, {"image": {"tp": 2}}, **resumed),
         ],
     )
     assert whole["losses"][-1] < whole["losses"][0]
     assert half["losses"] == whole["losses"][:2]
     assert rest["losses"] == whole["losses"][2:]
     assert rest["evaluations"] == whole["evaluations"]
-    assert other["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
-    assert other["evaluations"][STEPS] == pytest.approx(whole["evaluations"][STEPS], rel=1e-9)
-    averaged = [averages(tmp_path / name / "checkpoints" / "step_00000004") for name in ("whole", "rest", "other")]
+    for planned_otherwise in (other, cut):
+        assert planned_otherwise["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
+        assert planned_otherwise["evaluations"][STEPS] == pytest.approx(whole["evaluations"][STEPS], rel=1e-9)
+    runs = ("whole", "rest", "other", "cut")
+    averaged = [averages(tmp_path / name / "checkpoints" / "step_00000004") for name in runs]
     assert {name.partition(".")[0] for name in averaged[0]} == {"image", "image_queries"}
     for name, value in averaged[0].items():
         assert torch.equal(averaged[1][name], value)
         torch.testing.assert_close(averaged[2][name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(averaged[3][name], value, rtol=1e-9, atol=1e-12)
     config, _ = planned(tmp_path, {"num_devices": 4, **run("whole", STEPS)})
     export = motet.export_checkpoint(config, tmp_path / "whole" / "checkpoints" / "step_00000004")
     exported = load_file(export / "image" / "diffusion_pytorch_model.safetensors")

@@ -115,7 +115,7 @@ def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -
             raise UserError(f"data.generated: has no entry for {name}; give the height and width of its images")
         image = data.generated[name]
         is_sound = config.model.generators[name].spectrogram is not None
-        side = (1 if is_sound else LATENT_SIDE) * graph.modules[name].workload.config.get("patch_size", 1)
+        side = (1 if is_sound else LATENT_SIDE) * graph.modules[name].workload.config["place_side"]
         if image.height % side or image.width % side:
             raise UserError(
                 f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {side}, the "

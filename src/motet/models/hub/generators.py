@@ -25,6 +25,7 @@ from motet.families.hf_config import read_generator, stored_folder
 from motet.models.hub.weights import check_tensors, save_tensors, tensors_under, write_json
 from motet.models.stages.generator import NUM_TIMESTEPS, Connector
 from motet.plan import queries_of
+from motet.shapes.diffusion_transformers import PACKED, own_values
 
 GUIDANCE = 2.0
 NUM_STEPS = 10
@@ -41,6 +42,12 @@ class GeneratorDescription:
     projector: str
     sizes: tuple[int, int, int]
     """Widths of the hidden states that it reads, of its conditions, and of the pooled condition."""
+    side: int
+    """Height and width of its latents at their native size."""
+    channels: int
+    """Channels of its latents."""
+    guidance: float | None
+    """Guidance that the model is told; None: it is told none."""
     num_queries: int | None
     placeholder_token_id: int
     spectrogram: SpectrogramConfig | None
@@ -79,11 +86,13 @@ def _described(
     name: str, part: GeneratorConfig, width: int, placeholder_ids: Mapping[str, int]
 ) -> GeneratorDescription:
     shape = read_generator(part, name, width)
-    values = dict(shape.config)
-    sizes = width, int(values.pop("condition_size")), int(values.pop("pooled_size"))
+    sizes = width, int(shape.config["condition_size"]), int(shape.config["pooled_size"])
     return GeneratorDescription(
         model_class=shape.family,
-        values=values,
+        values=own_values(shape.config),
+        side=shape.config["native_side"],
+        channels=shape.config["latent_channels"],
+        guidance=shape.config["guidance"],
         objective=part.objective,
         projector=part.projector,
         sizes=sizes,
@@ -161,12 +170,8 @@ def sampling_code(folder: str, described: GeneratorDescription) -> str:
         embedded = f"torch.cat([{embedded}, {name}_queries])"
         rows = f", -len({name}_queries):"
         queries = f'{name}_queries = load_file("{queries_of(folder)}/model.safetensors")["weight"]'
-    given = f", pooled_projections={name}_layer('pooled', conditions.mean(1))" if described.sizes[2] else ""
-    side, channels, spectrogram = (
-        described.values["sample_size"],
-        described.values["in_channels"],
-        described.spectrogram,
-    )
+    given, step, made = _denoising(name, described)
+    side, channels, spectrogram = described.side, described.channels, described.spectrogram
     height = side if spectrogram is None else spectrogram.num_mels
     channels_out = str(channels)
     meaning = "-1 is black" if spectrogram is None else "mel bands by frames, from -80 to 0 decibels of full scale"
@@ -195,13 +200,36 @@ def draw_{name}(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={height},
     states = F.layer_norm(states, states.shape[-1:], {name}_weights["norm.weight"], {name}_weights["norm.bias"])
     conditions = torch.stack([{projected}, {name}_weights["null"].expand(len(states), -1)])
     drawn = torch.randn(1, {channels}, height, width, dtype=states.dtype)
-    {name}_scheduler.set_timesteps(steps)
+    {name}_scheduler.set_timesteps(steps){given}
     for time in {name}_scheduler.timesteps:
-        given = dict(encoder_hidden_states=conditions, timestep=time.expand(2){given})
-        wanted, other = {name}(drawn.repeat(2, 1, 1, 1), **given).sample.split(1)
+        {step}
+        wanted, other = {made}
         drawn = {name}_scheduler.step(other + guidance * (wanted - other), time, drawn).prev_sample
     return {result}  # [1, {channels_out}, height, width]: {meaning}.
 """
+
+
+def _denoising(name: str, described: GeneratorDescription) -> tuple[str, str, str]:
+    """Lines of the program: what the model is told at every step, how a step calls it, and its prediction."""
+    told = {"encoder_hidden_states": "conditions"}
+    if described.sizes[2]:
+        told["pooled_projections"] = f"{name}_layer('pooled', conditions.mean(1))"
+    latents, timesteps, lines = "drawn.repeat(2, 1, 1, 1)", "time.expand(2)", ""
+    if described.model_class in PACKED:
+        lines = "\n    rows, columns = height // 2, width // 2"
+        latents, timesteps = f"F.pixel_unshuffle({latents}, 2).flatten(2).transpose(1, 2)", f"{timesteps} / 1000"
+    if described.model_class == "QwenImageTransformer2DModel":
+        told["img_shapes"] = "[[(1, rows, columns)]] * 2"
+    elif described.model_class in PACKED:
+        lines += "\n    ids = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))"
+        told |= {"img_ids": "ids", "txt_ids": "torch.zeros(len(states), 3)"}
+    if described.guidance is not None:
+        told["guidance"] = f"torch.full((2,), {described.guidance})"
+    lines += f"\n    given = dict({', '.join(f'{key}={value}' for key, value in told.items())})"
+    step = f"made = {name}({latents}, timestep={timesteps}, **given).sample"
+    if described.model_class not in PACKED:
+        return lines, step, "made.split(1)"
+    return lines, step, "F.pixel_shuffle(made.mT.unflatten(2, (rows, columns)), 2).split(1)"
 
 
 def check_names(modules: Mapping[str, Any], generators: Mapping[str, GeneratorDescription]) -> None:

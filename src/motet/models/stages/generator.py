@@ -1,7 +1,7 @@
 """A run of a generator's layers as a pipeline stage: connector | embed | n blocks | head and loss.
 
-The generator is an unmodified diffusion transformer of diffusers (`motet.families.diffusion_models`). Layer 0 is the
-connector alone, so that connector and transformer are frozen or trained separately. For each image (an item of a
+The generator is an unmodified diffusion model of diffusers (`motet.families.diffusion_models`). Layer 0 is the
+connector alone, so that connector and model are frozen or trained separately. For each image (an item of a
 sample), in the order (sample, item), the rows that travel between stages are
 
 * behind the connector: the image's conditions and, if the family has one, the pooled condition;
@@ -12,10 +12,10 @@ with equally many conditions are computed together: no condition is padded, as S
 time steps and null conditions are drawn by keys (`motet.models.draws`): the embedding adds the noise, and the head
 draws it again.
 
-Limits: no tensor or context parallelism.
+Limits: no context parallelism; a U-Net is one stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -26,7 +26,7 @@ from torch.nn import functional
 from motet.assignment.sample import Sample, Segment
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.diffusion_models import DIFFUSION_FAMILIES, Streams
+from motet.families.diffusion_models import DIFFUSION_FAMILIES, DiffusionFamily, Given, Streams, WholeModel
 from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
 from motet.models.stages.projector import PROJECTORS, initialize_projector
 from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
@@ -133,7 +133,7 @@ class GeneratorStage(nn.Module):
         name: the module whose layouts are read.
         reads: the language model.
         model: of diffusers.
-        workload: its shape, as `motet.shapes.diffusion_transformers` makes it.
+        workload: its shape, as `motet.shapes.diffusion_transformers` or `motet.shapes.diffusion` makes it.
         incoming_size: width of the language model's hidden states.
     """
 
@@ -154,30 +154,71 @@ class GeneratorStage(nn.Module):
         self._family, self._config = DIFFUSION_FAMILIES[workload.family], workload.config
         self._num_time_vectors = workload.num_time_vectors
         self._head_layer = workload.num_layers - 1
+        self._num_layers = workload.num_layers
         self._incoming_size = incoming_size
         self.hidden_size, self.output_size = workload.hidden_size, workload.output_size
         self.is_last = layers[1] == workload.num_layers
         self.needs_features = self.holds(1) or self.is_last
         self.module, self.projector = model, connector if self.holds(0) else None
-        self._drop_others()
+        if isinstance(self._family, WholeModel):
+            if layers != (0, self._num_layers):
+                raise UserError(f"plan: modules.{name}: a {workload.family} is one stage; give pp 1")
+            self._parts = dict(self._numbered_parts(self._family.layer_parts(model)))
+        else:
+            self._lists = [(path, len(model.get_submodule(path))) for path in self._family.blocks]
+            self._drop_others(self._family)
 
     @property
     def running_blocks(self) -> dict[int, nn.Module]:
         """The stage's blocks, by their numbers in the whole model."""
-        blocks = enumerate(self.module.get_submodule(self._family.blocks))
+        if isinstance(self._family, WholeModel):
+            return self._family.recomputed(self.module)
+        blocks = enumerate(block for path, _ in self._lists for block in self.module.get_submodule(path))
         return {index: block for index, block in blocks if self.holds(2 + index)}
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether its model runs in one stage only (a U-Net)."""
+        return isinstance(self._family, WholeModel)
+
+    @property
+    def model_class(self) -> str:
+        """In diffusers."""
+        return type(self.module).__name__
+
+    @property
+    def block_paths(self) -> dict[str, nn.Module]:
+        """The blocks of a transformer that the stage holds, by their paths in it."""
+        found: dict[str, nn.Module] = {}
+        first = 2
+        for path, number in self._lists:
+            blocks = self.module.get_submodule(path)
+            held = [index for index in range(number) if self.holds(first + index)]
+            found |= {f"module.{path}.{index}": blocks[index] for index in held}
+            first += number
+        return found
+
+    @staticmethod
+    def _numbered_parts(parts: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, int]]:
+        """The layer of each part of a model that is one stage."""
+        for layer, paths in enumerate(parts, start=1):
+            yield from ((path, layer) for path in paths)
 
     def holds(self, layer: int) -> bool:
         return self.layers[0] <= layer < self.layers[1]
 
-    def _drop_others(self) -> None:
-        blocks = self.module.get_submodule(self._family.blocks)
-        for index in range(len(blocks)):
-            if not self.holds(2 + index):
-                blocks[index] = nn.Identity()
+    def _drop_others(self, family: DiffusionFamily) -> None:
+        first = 2
+        for path, number in self._lists:
+            blocks = self.module.get_submodule(path)
+            for index in range(number):
+                if not self.holds(first + index):
+                    blocks[index] = nn.Identity()
+            first += number
+        kept = {*family.blocks, family.position_part}
         for path, part in [*self.module.named_children(), *self.module.named_parameters(recurse=False)]:
-            layer = 1 if path in self._family.embed_parts else self._head_layer
-            if path != self._family.blocks and not self.holds(layer):
+            layer = 1 if path in family.embed_parts else self._head_layer
+            if path not in kept and not self.holds(layer):
                 setattr(self.module, path, nn.Identity() if isinstance(part, nn.Module) else None)
 
     def train(self, mode: bool = True) -> Self:
@@ -193,9 +234,14 @@ class GeneratorStage(nn.Module):
         where, _, path = local_name.partition(".")
         if where == "projector":
             return (0,)
+        if isinstance(self._family, WholeModel):
+            return (next(layer for part, layer in self._parts.items() if path.startswith(f"{part}.")),)
         part, _, rest = path.partition(".")
-        if part == self._family.blocks:
-            return (2 + int(rest.partition(".")[0]),)
+        first = 2
+        for blocks, number in self._lists:
+            if part == blocks:
+                return (first + int(rest.partition(".")[0]),)
+            first += number
         return (1,) if part in self._family.embed_parts else (self._head_layer,)
 
     def after_update(self) -> None:
@@ -253,13 +299,12 @@ class GeneratorStage(nn.Module):
         for group in by_form.values():
             own = [items[index] for index in group]
             noising = self._noising(own, [latents[index] for index in group], inputs.draw_key) if latents else None
-            entering = self._enter(torch.stack([rows[index] for index in group]), own[0], noising)
-            streams = self._run_blocks(entering, own[0].segment.grid)
-            if self.is_last:
+            computed = self._compute(torch.stack([rows[index] for index in group]), own[0], noising)
+            if isinstance(computed, Tensor):
                 assert noising is not None
-                total = total + self._loss_sum(self._family.head(self.module, streams), own, noising)
+                total = total + self._loss_sum(computed, own, noising)
             else:
-                made |= dict(zip(group, torch.cat(streams, dim=1), strict=True))
+                made |= dict(zip(group, torch.cat(computed, dim=1), strict=True))
         if self.is_last:
             return StageOutput(None, total)
         return StageOutput(torch.cat([made[index] for index in range(len(items))]))
@@ -294,8 +339,8 @@ class GeneratorStage(nn.Module):
         return drawn
 
     def _by_item(self, features: Sequence[Mapping[str, Tensor]], items: Sequence[Item], what: str) -> list[Tensor]:
-        patch, channels = self._config["patch_size"], self._config["in_channels"]
-        shapes = [(channels, *(patch * side for side in item.segment.grid)) for item in items]
+        side, channels = self._config["place_side"], self._config["latent_channels"]
+        shapes = [(channels, *(side * number for number in item.segment.grid)) for item in items]
         found: list[Tensor] = []
         for place, own in enumerate(features):
             mine = [shape for item, shape in zip(items, shapes, strict=True) if item.place == place]
@@ -315,28 +360,37 @@ class GeneratorStage(nn.Module):
         timesteps = torch.tensor([self.loss.timestep(*own) for own in keys], dtype=torch.float32)
         return Noising(clean, to_device(noise, clean.device).to(clean), to_device(timesteps, clean.device))
 
-    def _enter(self, rows: Tensor, item: Item, noising: "Noising | None") -> Streams:
-        """The streams of images of one form. `rows`: [images, rows of each, width]."""
-        if not self.holds(1):
+    def _compute(self, rows: Tensor, item: Item, noising: "Noising | None") -> Tensor | Streams:
+        """Runs the stage's layers behind the connector on images of one form: [images, channels, height, width], which
+        is compared with the target, or the streams that the next stage reads.
+
+        `rows`: [images, rows of each, width]."""
+        family, grid = self._family, item.segment.grid
+        if isinstance(family, WholeModel):
+            assert noising is not None
+            return family.predict(self.module, self._given(rows, item, noising))
+        if self.holds(1):
+            assert noising is not None
+            streams = family.embed(self.module, self._given(rows, item, noising))
+        else:
             sizes = [item.segment.num_tokens, item.num_conditions, self._num_time_vectors]
-            return Streams(*rows.split(sizes, dim=1))
-        assert noising is not None
+            streams = Streams(*rows.split(sizes, dim=1))
+        blocks = self.running_blocks
+        positions = family.positions(self.module, streams, grid) if blocks else None
+        for block in blocks.values():
+            streams = family.block(block, streams, grid, positions)
+        return family.head(self.module, streams, grid) if self.is_last else streams
+
+    def _given(self, rows: Tensor, item: Item, noising: "Noising") -> Given:
+        """What the diffusion model is given, from the connector's rows."""
         conditions, pooled = rows[:, : item.num_conditions, : self._config["condition_size"]], None
         if self._config["pooled_size"]:
             pooled = rows[:, -1, : self._config["pooled_size"]]
         noised = self.loss.noised(*noising)
-        return self._family.embed(self.module, noised, noising.timesteps, conditions, pooled)
+        return Given(noised, noising.timesteps, conditions, pooled, self._config["guidance"])
 
-    def _run_blocks(self, streams: Streams, grid: tuple[int, ...]) -> Streams:
-        for block in self.running_blocks.values():
-            streams = self._family.block(block, streams, grid)
-        return streams
-
-    def _loss_sum(self, patches: Tensor, items: Sequence[Item], noising: "Noising") -> Tensor:
+    def _loss_sum(self, predicted: Tensor, items: Sequence[Item], noising: "Noising") -> Tensor:
         """Sums the mean squared error of each image, times its places if the average is over places."""
-        patch, (rows, columns) = self._config["patch_size"], items[0].segment.grid
-        cut = patches.unflatten(1, (rows, columns)).unflatten(3, (patch, patch, -1))
-        predicted = cut.permute(0, 5, 1, 3, 2, 4).reshape(noising.clean.shape)
         error = predicted.to(torch.promote_types(predicted.dtype, torch.float32)) - self.loss.target(*noising)
         means = error.square().mean((1, 2, 3))
         return means.sum() * (items[0].segment.num_tokens if self.loss.per == "place" else 1)

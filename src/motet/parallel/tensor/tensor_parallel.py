@@ -103,7 +103,9 @@ class RowConv1D(Conv1D):
         return y + self.bias.to(y.dtype)
 
 
-def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collection[str] = ()) -> TensorParallelLayout:
+def apply_tensor_parallel(
+    module: nn.Module, tp: TensorParallel, *, idle: Collection[str] = (), cuts: TensorCuts | None = None
+) -> TensorParallelLayout:
     """Cuts the module in place and returns the cuts.
 
     Args:
@@ -111,6 +113,7 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
             any device (on meta: load the parts later, see `shard_parameter`). Parameters become new ones, with the
             same names: make optimizers after.
         idle: layers that are there but never run: none of them can gather what others have scattered.
+        cuts: of its linears; None: those of a transformers model (`motet.parallel.tensor.tensor_cuts`).
 
     Raises `UserError` if heads or MLP do not divide, if nothing in the layers can be cut, or if the
     model's own plan asks for what is not supported.
@@ -122,7 +125,7 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
     if tp.size == 1:
         layout = TensorParallelLayout(tp, {}, (), experts)
     else:
-        cuts = cuts if experts else tensor_cuts(module)
+        cuts = cuts or tensor_cuts(module)
         if cuts.blocks and cuts.is_whole_model and not cuts.cuts_blocks:
             raise UserError(
                 f"tp_size: {tp.size}, but nothing in the layers of {type(module).__name__} can be cut: transformers "

@@ -50,6 +50,8 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
             check_tp(workload.must_divide, degrees.tp)
     except UserError as error:
         raise UserError(f"parallel: {name}.{error}") from None
+    if degrees.sequence_parallel and not workload.shares_sequences:
+        raise UserError(f"parallel: {name}.sequence_parallel: is not supported for a {workload.kind}; leave it out")
     if degrees.ep > 1:
         _check_experts(problem, name, degrees)
     if degrees.cp > 1:

@@ -92,7 +92,8 @@ class LayoutCosts:
 
     def _sums_of(self, chunk: Chunk, layout: Layout) -> _Sums:
         name = chunk.module
-        tp, cp, sequence_parallel = layout.tp(name, chunk.group), layout.cp(name), layout.sequence_parallel
+        tp, cp = layout.tp(name, chunk.group), layout.cp(name)
+        sequence_parallel = layout.sequence_parallel and self.problem.modules[name].workload.shares_sequences
         num_replicas = layout.num_replicas(name)
         key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
         if key not in self._sums:

@@ -58,10 +58,11 @@ def _with_sequence_parallelism(problem: PlanningProblem, layout: Layout) -> Layo
 
 
 def knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
-    """Whether tensor parallelism cuts some module, and the costs of all of `cut` with sequence parallelism are known.
-    `cut`: tensor-parallel sizes by module."""
+    """Whether tensor parallelism cuts some module that can share its sequences, and the costs of all such of `cut` are
+    known with it. `cut`: tensor-parallel sizes by module."""
     known = problem.table.sequence_parallel
-    return bool(cut) and all(sizes <= known.get(name, {}).keys() for name, sizes in cut.items())
+    takers = {name: sizes for name, sizes in cut.items() if problem.modules[name].workload.shares_sequences}
+    return bool(takers) and all(sizes <= known.get(name, {}).keys() for name, sizes in takers.items())
 
 
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
