@@ -47,7 +47,10 @@ SCENARIOS = {
     "tensor and sequence parallelism of 2": Scenario(placement="shared", tp=2, sequence_parallel=True),
     "data parallelism of 2": Scenario(placement="shared", dp=2),
     "pipeline of 2 stages, zero-bubble": Scenario(placement="shared", llm_pp=2, schedule="zero_bubble_h1"),
-    "mixture of experts (Mixtral)": Scenario(placement="shared", llm="mixtral"),
+    "mixture of experts (Mixtral)": Scenario(placement="shared", llm="mixtral-kernels"),
+    "mixture of experts in a loop, as in float64": Scenario(placement="shared", llm="mixtral"),
+    "experts over a tensor-parallel group of 2": Scenario(placement="shared", llm="mixtral-kernels", tp=2, ep=2),
+    "experts over 2 replicas": Scenario(placement="shared", llm="mixtral-kernels", dp=2, ep=2),
 }
 
 

@@ -1,5 +1,8 @@
 """The models that the benchmarks train: a Llama stack, and SigLIP + projector + Llama. Random weights and inputs."""
 
+from collections.abc import Sequence
+from itertools import cycle, islice
+
 import torch
 from torch import Tensor
 
@@ -100,28 +103,39 @@ def vlm_config(
 
 
 class SyntheticBatch:
-    """Samples of equal size: one image if the model has an encoder, then `num_text_tokens` words, all with loss.
+    """Samples: one image if the model has an encoder, then words, all with loss.
 
     Everything is drawn beforehand, so that reading it costs no computation.
+
+    Args:
+        num_text_tokens: of every sample, or of the samples in turn.
     """
 
-    def __init__(self, config: RunConfig, *, num_samples: int, num_text_tokens: int) -> None:
+    def __init__(self, config: RunConfig, *, num_samples: int, num_text_tokens: int | Sequence[int]) -> None:
+        lengths = (num_text_tokens,) if isinstance(num_text_tokens, int) else tuple(num_text_tokens)
+        lengths = tuple(islice(cycle(lengths), num_samples))
         layouts: dict[str, tuple[Segment, ...]] = {}
-        sequence = [Segment(num_text_tokens)]
+        sequence: list[Segment] = []
         self._image_size = 0
         if config.model.encoders:
             vision = read_part_config(config.model.encoders["vision"], "encoder", where="model")
             self._image_size = vision.image_size
             patches = vision.image_size // vision.patch_size
             layouts["vision"] = (encoder_segment(vision, item=0, grid=(patches, patches)),)
-            sequence.insert(0, Segment(layouts["vision"][0].outputs, "vision"))
-        layouts["language_model"] = tuple(sequence)
-        num_image_tokens = sum(segment.num_tokens for segment in sequence[:-1])
+            sequence = [Segment(layouts["vision"][0].outputs, "vision")]
+        num_image_tokens = sum(segment.num_tokens for segment in sequence)
         # The first word predicts the second; with an image before it, it is itself predicted.
-        num_loss_tokens = num_text_tokens if num_image_tokens else num_text_tokens - 1
+        unpredicted = 0 if num_image_tokens else 1
         generator = torch.Generator().manual_seed(0)
-        self.samples = tuple(Sample(f"s{i}", layouts, {"language_model": num_loss_tokens}) for i in range(num_samples))
-        self._features = [self._draw(num_image_tokens, num_text_tokens, generator) for _ in range(num_samples)]
+        self.samples = tuple(
+            Sample(
+                f"s{i}",
+                {**layouts, "language_model": (*sequence, Segment(length))},
+                {"language_model": length - unpredicted},
+            )
+            for i, length in enumerate(lengths)
+        )
+        self._features = [self._draw(num_image_tokens, length, generator) for length in lengths]
 
     def _draw(self, num_image_tokens: int, num_text_tokens: int, generator: torch.Generator) -> dict[str, dict]:
         words = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_text_tokens,), generator=generator)

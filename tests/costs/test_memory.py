@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bound_costs import TEXT
+from interpreted_liger import interpret_liger
 from recomputing import recomputing
 from sampling import in_campaigns
 from tiny_configs import EVERY_MODEL
@@ -18,6 +19,7 @@ from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
+from motet.parallel.fused_kernels import use_fused_kernels
 from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import make_splittable
 
@@ -26,6 +28,7 @@ OPTIONS = {
     "bfloat16": MemoryOptions(
         parameter_bytes=2, activation_bytes=2, gradient_bytes=4, optimizer_bytes=12, saves_less=True
     ),
+    "fused": MemoryOptions(fused=True),
 }
 
 
@@ -106,6 +109,21 @@ def test_saved_activations(name, weight_gradient, dtype):
     # The values of Qwen2.5-VL keep the queries and keys that the same product made: a third of what is left.
     assert predicted == pytest.approx(second, rel=0.25 if name == "qwen2_5_vl" else 0.2)
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["llama", *in_campaigns(["qwen3", "gemma3", "phi3"])])
+@pytest.mark.parametrize("weight_gradient", [True, *in_campaigns([False])])
+def test_fused_kernels_keep_their_inputs_alone(name, weight_gradient):
+    interpret_liger()
+    stage, _ = block_stage(name)
+    samples = [Sample(sample, {"m": (Segment(24),)}) for sample in "ab"]
+    for parameter in stage.parameters():
+        parameter.requires_grad_(weight_gradient)
+    assert use_fused_kernels(stage).total() >= 8
+    (measured,) = measured_bytes(stage, torch.randn(stage.input_shape(samples)), samples)
+    predicted = predicted_bytes(name, samples, weight_gradient=weight_gradient, dtype="fused")
+    assert predicted == pytest.approx(measured, rel=0.2)
+    assert predicted < 0.93 * predicted_bytes(name, samples, weight_gradient=weight_gradient)
 
 
 @pytest.mark.parametrize("name", ["llama", "siglip"])

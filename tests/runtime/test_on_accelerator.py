@@ -49,11 +49,16 @@ OTHERS = (
     Scenario(placement="parallel", llm_pp=2),
     Scenario(placement="parallel", encoder_cp=2),
     Scenario(placement="shared", llm="mixtral"),
+    Scenario(placement="shared", llm="mixtral", tp=2, ep=2),
+    Scenario(placement="shared", llm="mixtral", dp=2, ep=2),
 )
 
 
-WAITS_OF_EXPERTS = "modeling_mixtral.py"
+LOOP_OVER_EXPERTS = "modeling_mixtral.py"
 """transformers' loop over experts in float64 looks which of them were chosen."""
+DISTRIBUTED_EXPERTS = "motet/parallel/experts.py"
+"""How many rows go to which rank, the host asks once in each layer's forward."""
+NUM_LAYERS, NUM_MICROBATCHES = 4, 2
 
 
 def _start(engine: Engine, batch: ScenarioBatch) -> StartedIteration:
@@ -86,7 +91,11 @@ def _check(*scenarios: Scenario) -> None:
 
     for of_rank in on_accelerator(work, scenarios[0].num_ranks):
         for scenario, found in zip(scenarios, of_rank, strict=True):
-            assert {site: n for site, n in found.items() if WAITS_OF_EXPERTS not in site[1]} == {}, scenario
+            of_experts = {site: n for site, n in found.items() if DISTRIBUTED_EXPERTS in site[1]}
+            known = of_experts | {site: n for site, n in found.items() if LOOP_OVER_EXPERTS in site[1]}
+            assert {site: n for site, n in found.items() if site not in known} == {}, scenario
+            of_own = {site: n for site, n in of_experts.items() if LOOP_OVER_EXPERTS not in site[1]}
+            assert sum(of_own.values()) == (scenario.ep > 1) * NUM_LAYERS * NUM_MICROBATCHES, of_own
 
 
 @pytest.mark.parametrize("scenarios", [ALONE, IN_PAIRS], ids=["alone", "in pairs"])
@@ -98,6 +107,24 @@ def test_gradients_are_those_of_one_process_and_the_host_does_not_wait(scenarios
 @pytest.mark.parametrize("scenario", OTHERS, ids=str)
 def test_gradients_of_other_parts_and_layouts_are_those_of_one_process(scenario):
     _check(scenario)
+
+
+def test_experts_in_grouped_products_make_the_host_wait_for_nothing():
+    """The products do not compute in float64, where a loop over experts takes their place."""
+    scenario = Scenario(placement="shared", llm="mixtral-kernels", items="none", num_samples=2, dtype="float32")
+    prepare(scenario)
+
+    def work(rank: int, device: torch.device) -> None:
+        config = scenario.config()
+        engine = build_engine(config, scenario.plan(config), device)
+        batch = ScenarioBatch(scenario, config)
+        for _ in range(2):
+            with counted() as found:
+                started = _start(engine, batch)
+            assert math.isfinite(started.read().loss)
+        assert not found, found
+
+    on_accelerator(work)
 
 
 TOWERS = (

@@ -33,7 +33,6 @@ READS_SIZES = frozenset(
         "aten::unique_dim",
         "aten::unique_consecutive",
         "aten::bincount",
-        "aten::histc",
     }
 )
 """Operations whose result, or its size, the host has to know before it can go on."""
@@ -75,6 +74,8 @@ class PretendTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(kind, PretendTensor) for kind in types):
+            return NotImplemented  # On a real device tensors have no class of their own.
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 _replace(*args)
@@ -112,7 +113,11 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if here and any(tensor.dim() and tensor.numel() for tensor in on_host):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found gpu:0 and cpu")
     _count(name, args, kwargs)
-    made = func(*tree_map(_inner, args), **_on_host(kwargs))
+    given = tree_map(_inner, args)
+    if name == "aten::histc" and not given[0].is_floating_point():  # CPUs count floats only.
+        made = func(given[0].float(), *given[1:], **_on_host(kwargs)).to(given[0].dtype)
+    else:
+        made = func(*given, **_on_host(kwargs))
     known = {id(tensor.inner): tensor for tensor in here}
 
     def outer(leaf: Any) -> Any:
@@ -130,6 +135,8 @@ def _count(name: str, args: Any, kwargs: Any) -> None:
         indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             _noted("boolean index")
+    elif name == "aten::histc" and len(args) < 4:  # Looks for the ends of the range.
+        _noted("histc")
     elif name == "aten::repeat_interleave" and not any(isinstance(v, int) for v in (*args, *kwargs.values())):
         _noted("repeat_interleave")
 
@@ -260,6 +267,16 @@ def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def created(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         made = make(*args, **kwargs)
         return _mark_pinned(made) if pin_memory else made
+
+    return created
+
+
+def _resizing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A creation function that makes its result empty, and gives it its size afterwards."""
+
+    def created(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        return PretendTensor(made.inner) if isinstance(made, PretendTensor) else made
 
     return created
 
@@ -403,6 +420,8 @@ def install() -> torch.device:
     changes.Tensor.pin_memory, changes.Tensor.is_pinned = _pin_memory, is_pinned
     for name in ("empty", "zeros", "empty_like"):
         setattr(changes, name, _pinning(getattr(torch, name)))
+    for name in ("arange", "linspace"):
+        setattr(changes, name, _resizing(getattr(torch, name)))
     for name in ("tensor", "as_tensor"):
         setattr(changes, name, _moving(getattr(torch, name)))
     changes.distributed.Backend.backend_capability["gloo"].append("gpu")

@@ -103,6 +103,7 @@ class Scenario:
     dtype: str = "float64"
     compiles: bool = False
     """Whether blocks are compiled, with a backend that computes as they do."""
+    kernels: str = "torch"
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -146,6 +147,7 @@ class Scenario:
                     "step_timeout_s": 300.0,
                     "compile": "blocks" if self.compiles else "nothing",
                     "compile_backend": "aot_eager",
+                    "kernels": self.kernels,
                 },
             }
         )

@@ -209,6 +209,9 @@ class TrainConfig(Section):
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of `torch.compile`: `inductor` generates kernels; `aot_eager` and `eager` do not, and serve for
     comparison."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of root-mean-square norms, rotary positions and gated MLPs. `liger`: each is one kernel of the package
+    liger-kernel (docs/gpu.md), which needs a GPU, and float32 or bfloat16."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0

@@ -46,6 +46,9 @@ class MemoryOptions:
     saves_less: bool = False
     """`motet.parallel.saved_tensors.save_less`: neither products in float32 nor results of activation functions are
     saved."""
+    fused: bool = False
+    """Root-mean-square norms and gated MLPs are kernels of their own (`train.kernels`), which save their inputs
+    alone."""
     zero1: bool = False
     """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
@@ -189,7 +192,8 @@ def saved_layer_bytes(
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
     keeps_attention = layer.treatment != "attention"
     trains_own = weight_gradient and not layer.num_adapter_parameters()
-    vectors_for_weights = layer.saved_vectors_for_weights - options.saves_less * layer.float32_vectors
+    keeps_inputs_alone = options.saves_less or options.fused
+    vectors_for_weights = layer.saved_vectors_for_weights - keeps_inputs_alone * layer.float32_vectors
     vectors = layer.saved_vectors + trains_own * max(0, vectors_for_weights)
     elements = tokens * layer.hidden_size * vectors / shared
     if weight_gradient:
@@ -206,13 +210,14 @@ def saved_layer_bytes(
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
         elements += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
-            elements += (1 + (trains_own and not options.saves_less)) * heads * attention.head_dim / tp_size
+            elements += (1 + (trains_own and not keeps_inputs_alone)) * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
         width = last.rows_per_token * last.in_features / last.kernel_area
         num_tensors = 3 if layer.gated else 1
-        if options.saves_less and (layer.gated or (weight_gradient and last in layer.trained_linears)):
+        is_last_input = options.saves_less and weight_gradient and last in layer.trained_linears
+        if (keeps_inputs_alone and layer.gated) or is_last_input:
             num_tensors -= 1  # The function's output, or what is counted above as the last linear's input.
         elements += tokens * width * num_tensors / tp_size
     logits = logit_bytes(layer, load, tp_size=tp_size, options=options)

@@ -126,12 +126,15 @@ def _exchanged_rows(original: Compute, num_own: int, tp: TensorParallel) -> Comp
         order = torch.argsort(chosen, stable=True)
         token = sent_tokens[order // choices.shape[1]]
         slot = order % choices.shape[1]
-        sent = torch.bincount(chosen, minlength=group.size * num_own).view(group.size, num_own)
+        # `bincount` and `repeat_interleave` would look at values; the host waits once, for the sizes of the exchange.
+        sent = chosen.new_zeros(group.size * num_own).index_add_(0, chosen, torch.ones_like(chosen))
+        sent = sent.view(group.size, num_own)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group.group)
-        num_sent, num_received = sent.sum(1).tolist(), received.sum(1).tolist()
+        num_sent, num_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
         rows = _exchange(tokens[token], num_received, num_sent, group)
-        own = torch.arange(num_own, device=tokens.device).repeat(group.size).repeat_interleave(received.reshape(-1))
+        own = torch.arange(num_own, device=tokens.device).repeat(group.size)
+        own = own.repeat_interleave(received.reshape(-1), output_size=sum(num_received))
         made = _compute_rows(original, rows, own, rows.new_ones(len(rows)))
         returned = _exchange(made, num_sent, num_received, group)
         weighted = returned * weights[token, slot, None]

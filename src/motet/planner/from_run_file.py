@@ -286,6 +286,7 @@ def _memory_options(config: RunConfig) -> MemoryOptions:
         activation_bytes=dtype_bytes,
         gradient_bytes=main_bytes,
         saves_less=main_bytes is not None,
+        fused=config.train.kernels == "liger",
         optimizer_bytes=None if main_bytes is None else (ADAMW_STATES + 1) * main_bytes,
         zero1=config.parallel.zero1,
         state_copies=1 if config.train.failures is None else config.train.failures.tolerate + 1,

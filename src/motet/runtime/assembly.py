@@ -17,6 +17,7 @@ from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.compiled import compile_blocks
+from motet.parallel.fused_kernels import check_fused_kernels, use_fused_kernels
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
 from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
@@ -54,6 +55,8 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
     """Makes this rank's stages, with the weights of their layers only."""
     if config.train.compile != "nothing":
         check_compiled(config, plan)
+    if config.train.kernels == "liger":
+        check_kernels(config, plan, device)
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
@@ -93,6 +96,20 @@ def check_compiled(config: RunConfig, plan: Plan) -> None:
             raise UserError(f"train.compile: is not supported with {key}, which {name} has; leave one of the two out")
 
 
+def check_kernels(config: RunConfig, plan: Plan, device: torch.device) -> None:
+    """Raises `UserError` for what fused kernels have not been shown equal with, and where they cannot run."""
+    if config.train.dtype == "float64":
+        raise UserError("train.kernels: liger computes in float32; give train.dtype float32 or bfloat16")
+    if config.train.compile != "nothing":
+        raise UserError("train.kernels: the compiler of train.compile fuses kernels itself; leave one of the two out")
+    if config.model.composite is not None:
+        raise UserError("train.kernels: liger is not supported for whole multimodal models; leave it out")
+    for name, module in plan.modules.items():
+        if module.kind == "generator":
+            raise UserError(f"train.kernels: liger is not supported for generators, such as {name}; leave it out")
+    check_fused_kernels(device, PARAMETER_DTYPES[config.train.dtype])
+
+
 def build_stage(
     config: RunConfig,
     owner: str,
@@ -113,6 +130,7 @@ def build_stage(
         packed_attention=config.parallel.packed_attention,
         recompute=recompute,
         compile_backend=config.train.compile_backend if config.train.compile == "blocks" else None,
+        fuses_kernels=config.train.kernels == "liger",
     )
     keep_main_gradients(parameter for _, parameter in stage.named_parameters())
     return stage
@@ -128,12 +146,15 @@ def make_stage(
     recompute: str | None,
     packed_attention: str = "auto",
     compile_backend: str | None = None,
+    fuses_kernels: bool = False,
 ) -> StageModule:
     """A run of a node's layers, cut for this rank's tensor-parallel group.
 
     `packed_attention`: as in run files. `recompute`: a kind of recomputation. `compile_backend`: with which blocks are
-    compiled; None: they are not."""
+    compiled; None: they are not. `fuses_kernels`: norms, rotations and gated MLPs run by fused kernels."""
     stage = node.make_stage(layers, packing=packing)
+    if fuses_kernels:
+        use_fused_kernels(stage)
     if packing and isinstance(stage, LanguageModelStage):
         stage.attend_by_sample(packed_attention)
     if tp.experts is not None:

@@ -2,11 +2,11 @@
 
 A thread of the loader packs the tensors into pinned buffers, one for each dtype. When the batch's iteration begins the
 buffers are copied on a stream of their own, so a host that runs ahead has them copied while the device computes the
-iteration before. Tensors that stages read on the host (`StageModule.features_on_host`) stay where they are.
+iteration before. Tensors that stages read on the host (`features_on_host`, `integers_on_host`) stay where they are.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +48,11 @@ class DeviceBatch:
         places = self._packed.places.get((module, sample))
         if places is None:
             return self._batch.features(module, sample)
-        return {
+        on_device = {
             name: self._buffers[place.dtype][place.begin : place.begin + place.shape.numel()].view(place.shape)
             for name, place in places.items()
         }
+        return {name: on_device.get(name, own) for name, own in self._batch.features(module, sample).items()}
 
     def release(self) -> None:
         """Frees the memory on the device, when the iteration has read everything."""
@@ -68,15 +69,15 @@ class BatchCopies:
     def keep(self, num_batches: int) -> None:
         self._packed = deque(self._packed, num_batches)
 
-    def pack(self, batch: Batch, wanted: Mapping[str, Sequence[int]]) -> None:
+    def pack(self, batch: Batch, wanted: Mapping[str, Sequence[int]], integers_on_host: Set[str]) -> None:
         """For the thread that loads the batch. `wanted`: by module, the samples whose tensors stages read on the
-        device."""
+        device; `integers_on_host`: modules of which only floating-point tensors go there."""
         if not any(samples is batch.samples for samples, _ in tuple(self._packed)):
-            self._packed.append((batch.samples, _packed(batch, wanted)))
+            self._packed.append((batch.samples, _packed(batch, wanted, integers_on_host)))
 
-    def to_device(self, batch: Batch, wanted: Mapping[str, Sequence[int]]) -> DeviceBatch:
+    def to_device(self, batch: Batch, wanted: Mapping[str, Sequence[int]], integers_on_host: Set[str]) -> DeviceBatch:
         """Issues the copies. The present stream waits for them, and the host does not."""
-        self.pack(batch, wanted)
+        self.pack(batch, wanted, integers_on_host)
         packed = next(packed for samples, packed in tuple(self._packed) if samples is batch.samples)
         self._packed = deque((each for each in self._packed if each[0] is not batch.samples), self._packed.maxlen)
         computing = torch.accelerator.current_stream(self._device)
@@ -91,7 +92,7 @@ class BatchCopies:
         return DeviceBatch(batch, packed, buffers)
 
 
-def _packed(batch: Batch, wanted: Mapping[str, Sequence[int]]) -> PackedBatch:
+def _packed(batch: Batch, wanted: Mapping[str, Sequence[int]], integers_on_host: Set[str]) -> PackedBatch:
     sizes: dict[torch.dtype, int] = {}
     tensors: list[tuple[_Place, Tensor]] = []
     places: dict[tuple[str, int], dict[str, _Place]] = {}
@@ -99,6 +100,8 @@ def _packed(batch: Batch, wanted: Mapping[str, Sequence[int]]) -> PackedBatch:
         for i in indices:
             own = places[module, i] = {}
             for name, tensor in batch.features(module, i).items():
+                if module in integers_on_host and not tensor.is_floating_point():
+                    continue
                 begin = sizes.get(tensor.dtype, 0)
                 own[name] = _Place(tensor.dtype, begin, tensor.shape)
                 step = ALIGNMENT_BYTES // tensor.element_size()

@@ -286,7 +286,7 @@ class Engine:
         if self._copies is None:
             self.executor.run(program, routes, batch, tokens, seed)
         else:
-            copied = self._copies.to_device(batch, self._wanted_on_device(batch.samples))
+            copied = self._copies.to_device(batch, self._wanted_on_device(batch.samples), self._integers_on_host)
             self.executor.run(program, routes, copied, tokens, seed)
             copied.release()
         # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
@@ -362,7 +362,7 @@ class Engine:
     def _prepare(self, batch: Batch, routes: Routes) -> None:
         samples = batch.samples
         if self._copies is not None:
-            self._copies.pack(batch, self._wanted_on_device(samples))
+            self._copies.pack(batch, self._wanted_on_device(samples), self._integers_on_host)
         if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
         contexts = [
@@ -388,6 +388,11 @@ class Engine:
             r.data_module for r in self.executor.runners.values() if getattr(r.module, "features_on_host", False)
         }
         return {module: indices for module, indices in self.wanted(samples).items() if module not in on_host}
+
+    @property
+    def _integers_on_host(self) -> set[str]:
+        """Modules whose stages keep the values of integers on the host."""
+        return {r.data_module for r in self.executor.runners.values() if getattr(r.module, "integers_on_host", False)}
 
     def timeline(self) -> Timeline:
         """The measured timeline of the last iteration, of all ranks. Collective; waits for the device."""

@@ -286,7 +286,7 @@ def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:
         name = "triton" if device.type == "cuda" else "dense"
     if name == "flex" and device.type != "cuda":
         raise UserError("parallel: context.backend: flex has no backward on the CPU; give dense")
-    if name == "triton" and device.type != "cuda" and not _interpreting():
+    if name == "triton" and device.type != "cuda" and not interpreting():
         raise UserError(
             "parallel: context.backend: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); give dense"
         )
@@ -314,7 +314,8 @@ def check_backend(device: torch.device, name: BackendName, *, block_size: int, h
         )
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPUs."""
     try:
         from triton import knobs
     except ImportError:

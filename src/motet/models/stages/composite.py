@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from motet.assignment.sample import Sample
 from motet.devices import to_device
 from motet.families.discovery.composite import Composite, FeatureFunction
+from motet.families.known_masks import masks_known
+from motet.models.host_values import HostValues, on_host, values_known
 from motet.models.stages.causal import (
     CausalStage,
     SequenceLayout,
@@ -38,6 +40,12 @@ Features = Sequence[Mapping[str, Tensor]]
 
 PER_TOKEN = "token_type_ids"
 """End of the names of features that have an entry for each token of the sample's text."""
+IN_MASKS = ("token_type_ids",)
+"""Features that models read inside of masks, under vmap: an ordinary tensor."""
+
+
+POSITIONS = "get_rope_index"
+"""Name of the method that finds positions in several axes, from token ids and grids."""
 
 
 class _AtText(Exception):
@@ -57,6 +65,8 @@ class CompositeEncoderStage(nn.Module):
         width: of the language model.
     """
 
+    integers_on_host = True
+
     def __init__(self, name: str, model: Any, composite: Composite) -> None:
         super().__init__()
         self.name, self.module = name, model
@@ -74,6 +84,11 @@ class CompositeEncoderStage(nn.Module):
         modules = dict(self.module.named_modules())
         keep_frozen_in_eval_mode(*(modules[path] for path in self.part.paths if path in modules))
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
 
     @property
     def running_blocks(self) -> dict[int, nn.Module]:
@@ -102,8 +117,13 @@ class CompositeEncoderStage(nn.Module):
         for index, function in enumerate(self.part.functions):
             given = [features for features in inputs.features if function.raw in features]
             if given:
-                tensors = collate(given, function.inputs)
-                rows = self._encode(function, tensors) if function.name else self._run_to_text(function, given, tensors)
+                tensors = on_device(collate(given, function.inputs), self.device)
+                with values_known(self.device), masks_known():
+                    rows = (
+                        self._encode(function, tensors)
+                        if function.name
+                        else self._run_to_text(function, given, tensors)
+                    )
                 by_function[index] = list(rows.split([count[index] for count in counts if count[index]]))
         ordered = [by_function[index].pop(0) for count in counts for index, n in enumerate(count) if n]
         return StageOutput(torch.cat(ordered))
@@ -125,14 +145,14 @@ class CompositeEncoderStage(nn.Module):
     def _run_to_text(self, function: FeatureFunction, given: Features, inputs: Mapping[str, Tensor]) -> Tensor:
         """Runs the forward of a model without a function up to its text model; returns what it puts at placeholders."""
         sequences = SequenceLayout(tuple(len(own["input_ids"]) for own in given), packed=False)
-        ids = token_ids(given, sequences)
+        ids = HostValues.of(token_ids(given, sequences), self.device)
 
         def leave(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             raise _AtText(kwargs["inputs_embeds"])
 
         hook = self.module.get_submodule(self._text).register_forward_pre_hook(leave, with_kwargs=True)
         try:
-            self.module(input_ids=ids, attention_mask=present(sequences).to(ids.device), **inputs)
+            self.module(input_ids=ids, attention_mask=HostValues.of(present(sequences), self.device), **inputs)
         except _AtText as reached:
             return reached.embedded[ids == function.token_id]
         finally:
@@ -146,7 +166,8 @@ class CompositeLanguageModelStage(CausalStage):
     Takes over `model`: what belongs to other stages and modules loses its weights."""
 
     features_on_host = False
-    """The model's own functions read them."""
+    """The model's own functions read pixels and sounds."""
+    integers_on_host = True
 
     def __init__(self, name: str, model: Any, composite: Composite, layers: LayerRange) -> None:
         super().__init__(name, model, layers)
@@ -154,6 +175,9 @@ class CompositeLanguageModelStage(CausalStage):
         self.is_tied = composite.is_tied
         self.composite = composite
         put_stand_ins_for_others(model, composite, name)
+        for module in model.modules():
+            if hasattr(module, POSITIONS):
+                setattr(module, POSITIONS, on_host(getattr(module, POSITIONS)))
 
     def incoming_size(self, source: str) -> int:
         """Width of the rows of an encoder's output."""
@@ -169,14 +193,17 @@ class CompositeLanguageModelStage(CausalStage):
     def forward(self, inputs: StageInput) -> StageOutput:
         features, samples = inputs.features, inputs.samples
         sequences = layout_of(samples, self.name, packed=False)
-        mask = to_device(present(sequences), features[0]["input_ids"].device)
-        options: dict[str, Any] = {"attention_mask": mask, **self._options(features, sequences)}
+        options: dict[str, Any] = self._options(features, sequences)
+        mask = present(sequences)
+        is_in_vmap = any(key in options for key in IN_MASKS)
+        options["attention_mask"] = (to_device if is_in_vmap else HostValues.of)(mask, self.device)
         outputs = self._encoder_outputs(inputs)
         rows, labels = (None, None)
         if self.is_last:
-            rows, labels = labelled(labels_of(features), sequences.places())
-        ids = token_ids(features, sequences)
-        with self._giving(outputs) as given, self.observed(samples, sequences, None):
+            found = labelled(labels_of(features), sequences.places())
+            rows, labels = (to_device(tensor, self.device) for tensor in found)
+        ids = HostValues.of(token_ids(features, sequences), self.device)
+        with self._giving(outputs) as given, self.observed(samples, sequences, None), values_known(self.device):
             states, logits = self.run_layers(
                 ids,
                 inputs.hidden,
@@ -223,16 +250,15 @@ class CompositeLanguageModelStage(CausalStage):
             if key.endswith(PER_TOKEN):
                 values = torch.cat([own[key] for own in features])
                 whole = values.new_zeros(sequences.shape[0] * sequences.shape[1])
-                whole[to_device(sequences.places(), whole.device)] = values
+                whole[sequences.places()] = values
                 options[key] = whole.view(sequences.shape)
             else:
                 options |= collate([own for own in features if key in own], (key,))
-        return options
+        return on_device(options, self.device)
 
     def _encoder_outputs(self, inputs: StageInput) -> "dict[FeatureFunction, GivenOutputs]":
         """Returns each function's result for the microbatch. Stages that no outputs enter get zeros: earlier stages
         have read the outputs."""
-        device = inputs.features[0]["input_ids"].device
         found = {}
         for name, part in self.composite.encoders.items():
             counts = [counts_of(sample, name, len(part.functions)) for sample in inputs.samples]
@@ -241,7 +267,9 @@ class CompositeLanguageModelStage(CausalStage):
                 continue
             rows = inputs.incoming.get(name)
             if rows is None:
-                rows = torch.zeros(total, self.incoming_size(name), device=device, dtype=next(self.parameters()).dtype)
+                rows = torch.zeros(
+                    total, self.incoming_size(name), device=self.device, dtype=next(self.parameters()).dtype
+                )
             pieces = iter(rows.split([n for count in counts for n in count if n]))
             by_function: dict[int, list[Tensor]] = {}
             for count in counts:
@@ -333,6 +361,16 @@ def _say_where(part: PreTrainedModel, model: Any) -> None:
         "__module__": type(part).__module__,
     }
     part.__class__ = type(type(part).__name__, (type(part),), told)
+
+
+def on_device(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Inputs of a model, of whose integers the host keeps the values."""
+    return {
+        key: to_device(tensor, device)
+        if tensor.is_floating_point() or key in IN_MASKS
+        else HostValues.of(tensor, device)
+        for key, tensor in inputs.items()
+    }
 
 
 def collate(features: Features, keys: Sequence[str]) -> dict[str, Tensor]:

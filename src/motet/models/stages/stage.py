@@ -28,8 +28,9 @@ class StageInput:
     samples: Sequence[Sample]
     """The microbatch's samples, in order."""
     features: Sequence[Mapping[str, Tensor]] = ()
-    """The raw features of each sample, on the stage's device, or on the host if it says `features_on_host`; empty dicts
-    where the stage does not need them."""
+    """The raw features of each sample, on the stage's device; on the host, those of a stage that says
+    `features_on_host`, and the integers of one that says `integers_on_host`; empty dicts where the stage does not need
+    them."""
     hidden: Tensor | None = None
     """The output of the module's previous stage; None on the first stage."""
     incoming: Mapping[str, Tensor] = field(default_factory=dict)
