@@ -10,8 +10,10 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start many processes, which should not compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Few tests at a time to each worker, as slow ones come first.
-PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4
+# Two workers for each core: tests wait for processes for a third of their time. Few tests at a time to each worker, as
+# slow ones come first.
+WORKERS ?= $(shell expr 2 '*' $$(nproc 2>/dev/null || echo 2))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 4
 
 .PHONY: demo test quick campaigns chaos gpu slow-tests checks docs clean
 

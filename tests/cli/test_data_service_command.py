@@ -134,7 +134,7 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
     report = json.loads(out)
     assert command.returncode == 0
     assert report["tickets"] == report["refused"] == 0
-    assert "sent 0 bytes for 0 tickets, refused 0 calls" in err
+    assert "sent 0 bytes for 0 requests, refused 0 calls" in err
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ def test_texts_that_are_wider_than_their_features(capsys: pytest.CaptureFixture[
     give_decoder(run_file, "GPT2Config")
     decoder = ("--set", "model.decoder.reads=text")
     expect_mistake(
-        capsys, ["plan", run_file, *with_text, *decoder], "model.towers.text: makes features of 16, but one of 24 of a"
+        capsys,
+        ["plan", run_file, *with_text, *decoder],
+        "model.towers.text: outputs 16 features for each token, but a pooled output of 24",
     )
 
 

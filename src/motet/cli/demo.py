@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.asking import AskedToDraw, ask_exported
 from motet.cli.run_file import file_to_write, load_config, write_text
 from motet.errors import UserError
 
@@ -108,6 +107,8 @@ class _Clock:
 
 def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
     """The accuracy of answers, and of answers without the image or without the sound."""
+    from motet.cli.asking import ask_exported
+
     whole = ask_exported(config, export, num_samples=NUM_ASKED)
     blind = ask_exported(config, export, num_samples=NUM_ASKED, denied="image")
     deaf = ask_exported(config, export, num_samples=NUM_ASKED, denied="audio")
@@ -122,6 +123,7 @@ def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
 
 def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
     """Measures what a classifier reads in drawings, and how they differ from each other and from training images."""
+    from motet.cli.asking import AskedToDraw
     from motet.data.tasks.drawn_digits import relative_novelty, relative_spread
 
     asked = AskedToDraw(config, export, num_each=NUM_DRAWN)

@@ -163,7 +163,11 @@ class TestWrongInput:
 
     @pytest.mark.parametrize(
         ("values", "message"),
-        [({"window": 0}, "at least 1"), ({"sink": 2}, "needs a window"), ({"text": "full", "window": 3}, "neither")],
+        [
+            ({"window": 0}, "at least 1"),
+            ({"sink": 2}, "needs a window"),
+            ({"text": "full", "window": 3}, "cannot be combined"),
+        ],
     )
     def test_rules_that_contradict_themselves(self, values: dict, message: str) -> None:
         with pytest.raises(UserError, match=message):

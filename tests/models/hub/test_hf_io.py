@@ -265,7 +265,7 @@ def _of_another_format(folder: Path) -> None:
     [
         (lambda folder: (folder / "motet.json").unlink(), "is not an exported model"),
         (lambda folder: (folder / "motet.json").write_text("{"), "motet.json: is damaged"),
-        (_of_another_format, "of another format"),
+        (_of_another_format, "has another format"),
         (lambda folder: (folder / "vision" / "config.json").unlink(), "config.json: is missing"),
         (lambda folder: (folder / "vision" / "model.safetensors").unlink(), "vision: cannot be loaded"),
         (
