@@ -14,7 +14,7 @@ FILE = Path(__file__).parents[1] / "slow.txt"
 PROPERTY = "processor_seconds"
 """The name under which tests/conftest.py reports what a test has taken, with the processes that it has waited for."""
 
-THRESHOLD = 0.4
+THRESHOLD = 0.3
 """Seconds from which on a function is slow."""
 
 
