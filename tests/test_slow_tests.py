@@ -43,7 +43,7 @@ def test_made_from_a_report(tmp_path: Path) -> None:
     cases = [
         ("tests.a.test_b", "test_cases[1]", 0.75),
         ("tests.a.test_b", "test_cases[2]", 0.5),
-        ("tests.a.test_b", "test_quick", 0.3),
+        ("tests.a.test_b", "test_quick", 0.2),
         ("tests.a.test_b.TestInput", "test_c[x.y]", 2.0),
     ]
     lines = [
