@@ -26,7 +26,7 @@ from motet.cli.asking import AskedToDraw, ask_exported
 from motet.cli.demo import RUN_FILE
 from motet.config import RunConfig, load_run_config
 from motet.data.tasks.dial_a_digit import REQUESTS
-from motet.data.tasks.drawn_digits import relative_novelty, relative_spread, share_read_in_training_scans
+from motet.data.tasks.drawn_digits import share_read_in_training_scans
 
 NUM_STEPS = 10
 LEAST = {"told": 0.95, "sum": 0.95, "seen": 0.9, "heard": 0.9}
@@ -84,8 +84,7 @@ def asked(config: RunConfig, export: Path, num_each: int, num_questions: int, pi
             kind: [int(is_right[kinds == kind].sum()), int((kinds == kind).sum())] for kind in REQUESTS
         }
         if guidance == 2.0:
-            found["spread"] = relative_spread(drawn, requests.digits)
-            found["novelty"] = relative_novelty(drawn)
+            found |= requests.likeness(drawn)
             requests.sheet(drawn).save(picture)
     accuracy = ask_exported(config, export, num_samples=num_questions).accuracy
     return found | {"reads": accuracy.seen_digits or 0.0, "hears": accuracy.heard_digits or 0.0}

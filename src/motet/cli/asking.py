@@ -131,10 +131,11 @@ class AskedToDraw:
         return np.array([content.digit for content in self.contents], dtype=np.int64)
 
     def is_right(self, drawings: np.ndarray) -> np.ndarray:
-        """Whether the classifier reads what should be drawn: bool [drawings]."""
+        """Whether something was drawn and the classifier reads it as what should be drawn: bool [drawings]."""
         from motet.data.tasks.drawn_digits import read_digits
 
-        right: np.ndarray = read_digits(drawings) == self.digits
+        # The classifier reads a digit in a blank image, too.
+        right: np.ndarray = self.wants_to_draw & (read_digits(drawings) == self.digits)
         return right
 
     def share(self, drawings: np.ndarray) -> float | None:
@@ -148,6 +149,13 @@ class AskedToDraw:
         right = self.is_right(drawings)
         own = {request: right[[content.request == request for content in self.contents]] for request in REQUESTS}
         return {request: float(each.mean()) if len(each) else None for request, each in own.items()}
+
+    def likeness(self, drawings: np.ndarray) -> dict[str, float]:
+        """How drawings differ from each other and from training images, without those that are blank."""
+        from motet.data.tasks.drawn_digits import relative_novelty, relative_spread
+
+        drawn, digits = drawings[self.wants_to_draw], self.digits[self.wants_to_draw]
+        return {"spread": relative_spread(drawn, digits), "novelty": relative_novelty(drawn)}
 
     def shown(self, num: int) -> list[dict[str, str]]:
         """The first requests of different kinds, and the texts of their answers."""

@@ -124,7 +124,6 @@ def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
 def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
     """Measures what a classifier reads in drawings, and how they differ from each other and from training images."""
     from motet.cli.asking import AskedToDraw
-    from motet.data.tasks.drawn_digits import relative_novelty, relative_spread
 
     asked = AskedToDraw(config, export, num_each=NUM_DRAWN)
     drawn = asked.draw(guidance=GUIDANCE, num_steps=NUM_SAMPLING_STEPS)
@@ -136,8 +135,7 @@ def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
         "sampling_steps": NUM_SAMPLING_STEPS,
         "right": asked.shares(drawn),
         "right_without_condition": asked.share(by_chance),
-        "spread": relative_spread(drawn, asked.digits),
-        "novelty": relative_novelty(drawn),
+        **asked.likeness(drawn),
         "sheet": str(sheet),
         "examples": asked.shown(NUM_SHOWN),
     }

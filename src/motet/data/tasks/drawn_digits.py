@@ -51,16 +51,18 @@ def share_read_in_training_scans() -> float:
 
 def relative_spread(drawings: np.ndarray, digits: np.ndarray) -> float:
     """The standard deviation of pixels among drawings of one digit, as a share of that among scans of it: 0 for a
-    generator that draws one template for each. Mean over the digits that are drawn at least twice."""
-    of_scans, flat = handwriting()["train"], drawings.reshape(len(drawings), -1)
+    generator that draws one template for each. Mean over the digits that are drawn at least twice; 0 if none is."""
+    of_scans, flat = handwriting()["train"], drawings.reshape(len(drawings), SCAN_SIZE**2)
     drawn = [flat[digits == digit].std(0).mean() for digit in range(10) if (digits == digit).sum() > 1]
     real = [of_scans[digit].reshape(len(of_scans[digit]), -1).std(0).mean() for digit in range(10)]
-    return float(np.mean(drawn) / np.mean(real))
+    return float(np.mean(drawn) / np.mean(real)) if drawn else 0.0
 
 
 def relative_novelty(drawings: np.ndarray) -> float:
     """The mean distance of drawings to the nearest training scan, as a share of that of held-out scans: 0 for a
-    generator that copies what it was trained on."""
+    generator that copies what it was trained on, or draws nothing."""
+    if not len(drawings):
+        return 0.0
     training = _scans("train")[0]
     own, real = (_nearest(flat, training) for flat in (drawings.reshape(len(drawings), -1), _scans("held_out")[0]))
     return float(own.mean() / real.mean())
