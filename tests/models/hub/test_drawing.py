@@ -76,6 +76,14 @@ def test_a_generator_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="image is a UNet2DConditionModel, which draws by the program"):
         load_generator(folder, "image")
     (folder / "motet.json").write_text(manifest)
-    (folder / "image_projector" / "model.safetensors").unlink()
+    (folder / "motet.json").write_text(manifest.replace("FlowMatchEulerDiscreteScheduler", "NoScheduler"))
+    with pytest.raises(UserError, match="image cannot be loaded"):
+        load_generator(folder, "image")
+    (folder / "motet.json").write_text(manifest)
+    weights = folder / "image_projector" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match="image cannot be loaded"):
+        load_generator(folder, "image")
+    weights.unlink()
     with pytest.raises(UserError, match="image cannot be loaded"):
         load_generator(folder, "image")

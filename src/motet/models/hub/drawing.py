@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -74,7 +75,7 @@ def load_generator(folder: str | Path, name: str) -> ExportedGenerator:
             )
         scheduler_class = diffusion_class(entry["scheduler_class"])
         scheduler = scheduler_class.from_pretrained(folder / f"{name}_scheduler")  # It has no weights.
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: {name} cannot be loaded ({' '.join(str(error).split())}); export again") from None
     return ExportedGenerator(model.eval(), scheduler, connector, queries, entry["placeholder_token_id"], autoencoder)
 
