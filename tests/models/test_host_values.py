@@ -56,6 +56,7 @@ def test_a_forward_that_looks_at_values_gives_what_it_gives_on_a_cpu_and_the_hos
         found.append(embedded[0][changed[1] - 1 - changed[1] // 8 * 4])
         below = torch.arange(4, device=device) < lengths[:, None]
         found.append(embedded[below])
+        found.append(embedded[:, torch.arange(start=1, end=3, device=device)])
         return found
 
     def work(rank: int, device: torch.device) -> None:

@@ -91,7 +91,8 @@ class _Knowing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in MAKING and self._is_target(kwargs.get("device")) and not isinstance(args[0], Tensor):
+        of_numbers = func in MAKING and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
+        if of_numbers and self._is_target(kwargs.get("device")):
             return self._there(func(*args, **{**kwargs, "device": torch.device("cpu")}))
         if func is Tensor.to and _is_plain(args[0]) and not has_own_memory(args[0].device):
             device, dtype = _destination(*args[1:], **kwargs)
