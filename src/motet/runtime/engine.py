@@ -384,15 +384,13 @@ class Engine:
 
     def _wanted_on_device(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
         """Of `wanted`, what no stage of this rank reads on the host."""
-        on_host = {
-            r.data_module for r in self.executor.runners.values() if getattr(r.module, "features_on_host", False)
-        }
+        on_host = {runner.data_module for runner in self.executor.runners.values() if runner.reads_on_host}
         return {module: indices for module, indices in self.wanted(samples).items() if module not in on_host}
 
     @property
     def _integers_on_host(self) -> set[str]:
         """Modules whose stages keep the values of integers on the host."""
-        return {r.data_module for r in self.executor.runners.values() if getattr(r.module, "integers_on_host", False)}
+        return {runner.data_module for runner in self.executor.runners.values() if runner.integers_on_host}
 
     def timeline(self) -> Timeline:
         """The measured timeline of the last iteration, of all ranks. Collective; waits for the device."""

@@ -79,8 +79,8 @@ class StageRunner:
         """Dtype of what a message brought while the stage computes with it, if the stage has no parameters."""
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), self._wide_dtype)
         # Asked once: a module that has no such attribute takes long to say so.
-        self._reads_on_host = bool(getattr(module, "features_on_host", False))
-        self._integers_on_host = self._reads_on_host or bool(getattr(module, "integers_on_host", False))
+        self.reads_on_host = bool(getattr(module, "features_on_host", False))
+        self.integers_on_host = self.reads_on_host or bool(getattr(module, "integers_on_host", False))
         self._crosses_alone: Callable[[int], bool] | None = getattr(module, "crosses_alone", None)
         self._shapes: dict[tuple[Route, bool], tuple[int, ...]] = {}
         """Of this iteration's routes, by whether they enter the stage."""
@@ -239,12 +239,12 @@ class StageRunner:
         samples = members_of_cell(self._batch.samples, members, self.data_module)
         features: list[dict[str, Tensor]] = [{} for _ in samples]
         if self.module.needs_features and not members:
-            ids = torch.zeros(1, dtype=torch.long, device=CPU if self._integers_on_host else self.device)
+            ids = torch.zeros(1, dtype=torch.long, device=CPU if self.integers_on_host else self.device)
             features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
         elif self.module.needs_features:
             for sample, i in zip(features, members, strict=True):
                 for key, tensor in self._batch.features(self.data_module, i).items():
-                    is_kept = self._reads_on_host if tensor.is_floating_point() else self._integers_on_host
+                    is_kept = self.reads_on_host if tensor.is_floating_point() else self.integers_on_host
                     where = CPU if is_kept else self.device
                     tensor = tensor if tensor.device == where else to_device(tensor, where)
                     sample[key] = _as(tensor, self._parameter_dtype) if tensor.is_floating_point() else tensor
