@@ -165,7 +165,8 @@ class GeneratorStage(nn.Module):
                 raise UserError(f"plan: modules.{name}: a {workload.family} is one stage; give pp 1")
             self._parts = dict(self._numbered_parts(self._family.layer_parts(model)))
         else:
-            self._lists = [(path, len(model.get_submodule(path))) for path in self._family.blocks]
+            blocks = [f"{path}.{i}" for path in self._family.blocks for i in range(len(model.get_submodule(path)))]
+            self._block_layers = {path: layer for layer, path in enumerate(blocks, start=2)}
             self._drop_others(self._family)
 
     @property
@@ -173,8 +174,7 @@ class GeneratorStage(nn.Module):
         """The stage's blocks, by their numbers in the whole model."""
         if isinstance(self._family, WholeModel):
             return self._family.recomputed(self.module)
-        blocks = enumerate(block for path, _ in self._lists for block in self.module.get_submodule(path))
-        return {index: block for index, block in blocks if self.holds(2 + index)}
+        return {layer - 2: self.module.get_submodule(path) for path, layer in self._held_blocks.items()}
 
     @property
     def is_whole_model(self) -> bool:
@@ -189,14 +189,11 @@ class GeneratorStage(nn.Module):
     @property
     def block_paths(self) -> dict[str, nn.Module]:
         """The blocks of a transformer that the stage holds, by their paths in it."""
-        found: dict[str, nn.Module] = {}
-        first = 2
-        for path, number in self._lists:
-            blocks = self.module.get_submodule(path)
-            held = [index for index in range(number) if self.holds(first + index)]
-            found |= {f"module.{path}.{index}": blocks[index] for index in held}
-            first += number
-        return found
+        return {f"module.{path}": self.module.get_submodule(path) for path in self._held_blocks}
+
+    @property
+    def _held_blocks(self) -> dict[str, int]:
+        return {path: layer for path, layer in self._block_layers.items() if self.holds(layer)}
 
     @staticmethod
     def _numbered_parts(parts: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, int]]:
@@ -208,13 +205,8 @@ class GeneratorStage(nn.Module):
         return self.layers[0] <= layer < self.layers[1]
 
     def _drop_others(self, family: DiffusionFamily) -> None:
-        first = 2
-        for path, number in self._lists:
-            blocks = self.module.get_submodule(path)
-            for index in range(number):
-                if not self.holds(first + index):
-                    blocks[index] = nn.Identity()
-            first += number
+        for path in self._block_layers.keys() - self._held_blocks.keys():
+            self.module.set_submodule(path, nn.Identity())
         kept = {*family.blocks, family.position_part}
         for path, part in [*self.module.named_children(), *self.module.named_parameters(recurse=False)]:
             layer = 1 if path in family.embed_parts else self._head_layer
@@ -237,11 +229,8 @@ class GeneratorStage(nn.Module):
         if isinstance(self._family, WholeModel):
             return (next(layer for part, layer in self._parts.items() if path.startswith(f"{part}.")),)
         part, _, rest = path.partition(".")
-        first = 2
-        for blocks, number in self._lists:
-            if part == blocks:
-                return (first + int(rest.partition(".")[0]),)
-            first += number
+        if part in self._family.blocks:
+            return (self._block_layers[f"{part}.{rest.partition('.')[0]}"],)
         return (1,) if part in self._family.embed_parts else (self._head_layer,)
 
     def after_update(self) -> None:
