@@ -390,33 +390,32 @@ def _sana(values: Mapping[str, Any], width: int) -> Parts:
     return embed, [block] * values["num_layers"], head
 
 
-def _check_sana(values: Mapping[str, Any], width: int) -> None:
-    if values["cross_attention_dim"] != width:
+def _check_width(values: Mapping[str, Any], key: str, width: int) -> None:
+    if values[key] != width:
         raise UserError(
-            f"values.cross_attention_dim: is {values['cross_attention_dim']}, but num_attention_heads times "
-            f"attention_head_dim are {width}; give {width}"
+            f"values.{key}: is {values[key]}, but num_attention_heads times attention_head_dim are {width}; "
+            f"give {width}"
         )
-    for key in ("guidance_embeds", "qk_norm", "norm_elementwise_affine"):
+
+
+def _check_left_out(values: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
         if values[key]:
             raise UserError(f"values.{key}: is not supported; leave it out")
 
 
+def _check_sana(values: Mapping[str, Any], width: int) -> None:
+    _check_width(values, "cross_attention_dim", width)
+    _check_left_out(values, "guidance_embeds", "qk_norm", "norm_elementwise_affine")
+
+
 def _check_sd3(values: Mapping[str, Any], width: int) -> None:
-    if values["caption_projection_dim"] != width:
-        raise UserError(
-            f"values.caption_projection_dim: is {values['caption_projection_dim']}, but num_attention_heads times "
-            f"attention_head_dim are {width}; give {width}"
-        )
-    if values["dual_attention_layers"]:
-        raise UserError("values.dual_attention_layers: is not supported; leave it out")
+    _check_width(values, "caption_projection_dim", width)
+    _check_left_out(values, "dual_attention_layers")
 
 
 def _check_pixart(values: Mapping[str, Any], width: int) -> None:
-    if values["cross_attention_dim"] != width:
-        raise UserError(
-            f"values.cross_attention_dim: is {values['cross_attention_dim']}, but num_attention_heads times "
-            f"attention_head_dim are {width}; give {width}"
-        )
+    _check_width(values, "cross_attention_dim", width)
     if values["caption_channels"] is None:
         raise UserError("values.caption_channels: is missing; give the width of the conditions, such as 4096")
     uses = values["use_additional_conditions"]
@@ -449,9 +448,7 @@ def _check_qwen_image(values: Mapping[str, Any], width: int) -> None:
             f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
             f"channels of in_channels, which are packed by four; give {values['in_channels'] // 4}"
         )
-    for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
-        if values[key]:
-            raise UserError(f"values.{key}: is not supported; leave it out")
+    _check_left_out(values, "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
 
 def _check_packed(values: Mapping[str, Any]) -> None:
