@@ -10,6 +10,7 @@ distribution: `policy`.)
 Limits: every member gets all keys, also those that none of its queries sees (`all_gather` leaves these out).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,18 @@ class _Hop:
         return self._received
 
 
+def _around(held: Tensor, shared: SharedAttention) -> Iterator[tuple[int, Tensor]]:
+    """Yields each member's place in the ring with its keys and values, this rank's first; the next ones travel
+    meanwhile."""
+    for step in range(shared.ring_size):
+        owner = (shared.ring_place - step) % shared.ring_size
+        is_last = step + 1 == shared.ring_size
+        hop = None if is_last else _Hop(held, shared.rows_of_members[owner - 1], shared)
+        yield owner, held
+        if hop is not None:
+            held = hop.wait()
+
+
 class _Ring(torch.autograd.Function):
     """query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens, and sinks [heads] or None ->
     [heads, Q, dim]."""
@@ -56,18 +69,10 @@ class _Ring(torch.autograd.Function):
         shared: SharedAttention,
         scale: float,
     ) -> Tensor:
-        place, size, rows, backend = (
-            shared.ring_place,
-            shared.ring_size,
-            shared.rows_of_members,
-            partial_backend(shared.backend),
-        )
-        held = torch.stack([key, value])
+        backend = partial_backend(shared.backend)
         out: Tensor | None = None
         log_sums: Tensor | None = None
-        for step in range(size):
-            owner = (place - step) % size
-            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < size else None
+        for owner, held in _around(torch.stack([key, value]), shared):
             with torch.autocast(query.device.type, enabled=False):  # Parts are merged in more than half precision.
                 part, of_part = backend.forward_part(
                     query[None], held[0][None], held[1][None], shared.masks_of_owners[owner], scale
@@ -76,8 +81,6 @@ class _Ring(torch.autograd.Function):
                 out, log_sums = part, of_part
             else:
                 out, log_sums = merge_parts(out, log_sums, part, of_part)
-            if hop is not None:
-                held = hop.wait()
         assert out is not None
         assert log_sums is not None
         if sinks is not None:
@@ -92,18 +95,10 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, result, log_sums = ctx.saved_tensors
         shared, scale = ctx.shared, ctx.scale
-        place, size, rows, backend = (
-            shared.ring_place,
-            shared.ring_size,
-            shared.rows_of_members,
-            partial_backend(shared.backend),
-        )
-        held = torch.stack([key, value])
+        backend = partial_backend(shared.backend)
         d_query: Tensor | None = None
         arriving: _Hop | None = None
-        for step in range(size):
-            owner = (place - step) % size
-            hop = _Hop(held, rows[owner - 1], shared) if step + 1 < size else None
+        for owner, held in _around(torch.stack([key, value]), shared):
             inputs = (query[None], held[0][None], held[1][None])
             d_part, d_key, d_value = backend.backward_part(
                 d_result[None], inputs, result[None], log_sums, shared.masks_of_owners[owner], scale
@@ -112,9 +107,7 @@ class _Ring(torch.autograd.Function):
             own = torch.cat([d_key, d_value])
             if arriving is not None:
                 own = own + arriving.wait()  # What those before have added to this owner's.
-            arriving = _Hop(own, rows[owner - 1], shared)
-            if hop is not None:
-                held = hop.wait()
+            arriving = _Hop(own, shared.rows_of_members[owner - 1], shared)
         assert d_query is not None
         assert arriving is not None
         d_held = arriving.wait()
