@@ -29,7 +29,8 @@ def workload_of(part: dict[str, Any], **values: Any) -> ModuleWorkload:
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_defaults_are_those_of_diffusers(name: str) -> None:
     parameters = inspect.signature(diffusion_class(name).__init__).parameters
-    assert TRANSFORMERS[name][0] == {key: parameters[key].default for key in TRANSFORMERS[name][0]} | (
+    defaults = TRANSFORMERS[name].defaults
+    assert defaults == {key: parameters[key].default for key in defaults} | (
         {"out_channels": 8} if name == "PixArtTransformer2DModel" else {}
     )
 

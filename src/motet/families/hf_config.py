@@ -149,7 +149,7 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    for key in {*UNET_DEFAULTS, *(key for defaults, *_ in TRANSFORMERS.values() for key in defaults)}:
+    for key in {*UNET_DEFAULTS, *(key for each in TRANSFORMERS.values() for key in each.defaults)}:
         value = part.values.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")

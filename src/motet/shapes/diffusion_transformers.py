@@ -89,15 +89,6 @@ QWEN_IMAGE_DEFAULTS: Mapping[str, Any] = {
     "use_additional_t_cond": False,
     "use_layer3d_rope": False,
 }
-NUM_TIME_VECTORS: Mapping[str, int] = {
-    "SD3Transformer2DModel": 1,
-    "PixArtTransformer2DModel": 7,
-    "SanaTransformer2DModel": 7,
-    "FluxTransformer2DModel": 1,
-    "QwenImageTransformer2DModel": 1,
-}
-"""Vectors that a time step becomes: the blocks of SD3, Flux and Qwen-Image read one, those of the others six, and their
-heads one more."""
 PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 """Classes that are given latents in which two by two places are one, with four times the channels."""
 PACKED_SIDE = 128
@@ -139,17 +130,17 @@ def guidance_told(values: Mapping[str, Any], connection: Connection) -> float | 
 def transformer_workload(config: Config, connection: Connection) -> ModuleWorkload:
     """`config`: what stands in a config.json of diffusers. Raises `UserError` for values that cannot be trained."""
     kind = str(config["_class_name"])
-    defaults, conditions, layers_of, checks = TRANSFORMERS[kind]
-    values = {**defaults, **config}
+    transformer = TRANSFORMERS[kind]
+    values = {**transformer.defaults, **config}
     width = values["num_attention_heads"] * values["attention_head_dim"]
     if kind not in PACKED and values["out_channels"] not in (None, values["in_channels"]):
         raise UserError(
             f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
             "channels of in_channels; give as many"
         )
-    checks(values, width)
-    size, pooled = conditions(values)
-    embed, blocks, head = layers_of(values, width)
+    transformer.check(values, width)
+    size, pooled = transformer.condition_sizes(values)
+    embed, blocks, head = transformer.layers(values, width)
     is_packed = kind in PACKED
     is_cut = any(linear.cut for block in blocks for linear in block.linears)
     return ModuleWorkload(
@@ -169,7 +160,7 @@ def transformer_workload(config: Config, connection: Connection) -> ModuleWorklo
         layers=(connector_layer(connection, size, pooled), embed, *blocks, head),
         must_divide={"num_attention_heads": values["num_attention_heads"]} if is_cut else None,
         shares_tokens=False,
-        num_time_vectors=NUM_TIME_VECTORS[kind],
+        num_time_vectors=transformer.num_time_vectors,
     )
 
 
@@ -464,41 +455,45 @@ def _check_packed(values: Mapping[str, Any]) -> None:
         )
 
 
-Sizes = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""Width of a condition, and of the pooled condition (0: there is none)."""
-TRANSFORMERS: Mapping[
-    str,
-    tuple[
-        Mapping[str, Any],
-        Sizes,
-        Callable[[Mapping[str, Any], int], Parts],
-        Callable[[Mapping[str, Any], int], None],
-    ],
-] = {
-    "SD3Transformer2DModel": (
-        SD3_DEFAULTS,
-        lambda values: (values["joint_attention_dim"], values["pooled_projection_dim"]),
-        _sd3,
-        _check_sd3,
+@dataclass(frozen=True, kw_only=True)
+class _Transformer:
+    """A class of diffusers. Functions are given the values of a configuration, and the width of the blocks."""
+
+    defaults: Mapping[str, Any]
+    condition_sizes: Callable[[Mapping[str, Any]], tuple[int, int]]
+    """Width of a condition, and of the pooled condition (0: there is none)."""
+    layers: Callable[[Mapping[str, Any], int], Parts]
+    check: Callable[[Mapping[str, Any], int], None]
+    num_time_vectors: int = 1
+    """Vectors that a time step becomes: those that blocks read, and one more if the head reads another."""
+
+
+def _joint_and_pooled(values: Mapping[str, Any]) -> tuple[int, int]:
+    return values["joint_attention_dim"], values["pooled_projection_dim"]
+
+
+def _captions(values: Mapping[str, Any]) -> tuple[int, int]:
+    return values["caption_channels"], 0
+
+
+TRANSFORMERS: Mapping[str, _Transformer] = {
+    "SD3Transformer2DModel": _Transformer(
+        defaults=SD3_DEFAULTS, condition_sizes=_joint_and_pooled, layers=_sd3, check=_check_sd3
     ),
-    "PixArtTransformer2DModel": (
-        PIXART_DEFAULTS,
-        lambda values: (values["caption_channels"], 0),
-        _pixart,
-        _check_pixart,
+    "PixArtTransformer2DModel": _Transformer(
+        defaults=PIXART_DEFAULTS, condition_sizes=_captions, layers=_pixart, check=_check_pixart, num_time_vectors=7
     ),
-    "SanaTransformer2DModel": (SANA_DEFAULTS, lambda values: (values["caption_channels"], 0), _sana, _check_sana),
-    "FluxTransformer2DModel": (
-        FLUX_DEFAULTS,
-        lambda values: (values["joint_attention_dim"], values["pooled_projection_dim"]),
-        _flux,
-        _check_flux,
+    "SanaTransformer2DModel": _Transformer(
+        defaults=SANA_DEFAULTS, condition_sizes=_captions, layers=_sana, check=_check_sana, num_time_vectors=7
     ),
-    "QwenImageTransformer2DModel": (
-        QWEN_IMAGE_DEFAULTS,
-        lambda values: (values["joint_attention_dim"], 0),
-        _qwen_image,
-        _check_qwen_image,
+    "FluxTransformer2DModel": _Transformer(
+        defaults=FLUX_DEFAULTS, condition_sizes=_joint_and_pooled, layers=_flux, check=_check_flux
+    ),
+    "QwenImageTransformer2DModel": _Transformer(
+        defaults=QWEN_IMAGE_DEFAULTS,
+        condition_sizes=lambda values: (values["joint_attention_dim"], 0),
+        layers=_qwen_image,
+        check=_check_qwen_image,
     ),
 }
-"""By class of diffusers: defaults, sizes of conditions, layers, and checks."""
+"""By class of diffusers."""
