@@ -250,7 +250,7 @@ def test_who_has_finished_does_not_wait_for_a_store_forever(monkeypatch: pytest.
     monkeypatch.setattr(agents, "kill_all", lambda _: None)
     assert not agent.is_over()
     assert agent.is_over()
-    told = "the store has not answered for 0 s; the training is finished, but its result could not be told"
+    told = "the store has not answered for 0 s; the training is finished, but its result could not be reported"
     assert agent._end_reason == told
     own.close()
     pipe.close()

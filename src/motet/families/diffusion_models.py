@@ -46,7 +46,7 @@ class Given(NamedTuple):
     pooled: Tensor | None
     """[images, size]"""
     guidance: float | None
-    """Guidance that a model with embeddings of it is told."""
+    """Guidance scale for models with guidance embeddings; None: the model has none."""
 
 
 Grid = tuple[int, ...]

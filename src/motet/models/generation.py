@@ -59,7 +59,7 @@ class GeneratorNode(ModuleNode):
     incoming_size: int
     """Width of the language model's hidden states."""
     guidance: float | None = None
-    """Guidance that the model is told; None: it has no embedding of one."""
+    """Guidance scale for models with guidance embeddings; None: the model has none."""
     reads: str = LANGUAGE_MODEL
     queries: str = ""
     """The module of its query tokens; "": it reads all hidden states up to the placeholder."""

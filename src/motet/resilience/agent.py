@@ -190,10 +190,8 @@ class NodeAgent:
         if now - self._needed_since <= self.store_patience_s:
             return False
         kill_all(self.processes)
-        self._end_reason = self._failure or (
-            f"the store has not answered for {self.store_patience_s:g} s"
-            + is_done * "; the training is finished, but its result could not be told"
-        )
+        lost = "; the training is finished, but its result could not be reported" if is_done else ""
+        self._end_reason = self._failure or f"the store has not answered for {self.store_patience_s:g} s{lost}"
         return True
 
     def _why_out(self) -> str | None:

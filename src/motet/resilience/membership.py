@@ -111,16 +111,16 @@ class Membership:
 
 
 def check_record(name: str, value: str) -> None:
-    """Raises `UserError` unless the value is what the table of `key` says of its key. Agents read what is in the store
-    as if one of them had written it, so a store takes, or shows, nothing else, even from who knows the secret."""
+    """Raises `UserError` unless the value is of the form that `key` lists for its key. Agents trust what they read, so
+    the embedded store accepts no other value, and clients of etcd ignore it, even if its writer knew the secret."""
     kind, *numbers = name.split("/")
     if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
-        raise UserError(f"{name[:100]!r} is no key")
+        raise UserError(f"{name[:100]!r} is not a key")
     match kind, [int(number) for number in numbers]:
         case "run", []:
             run = parse_strictly(RunRecord, value, name)
             if not isinstance(run.config.get("train"), dict) or "resume" not in run.config["train"]:
-                raise UserError(f"{name}: config: is no run file")
+                raise UserError(f"{name}: config: is not a run file")
         case "failure", []:
             parse_strictly(_Failure, value, name)
         case "membership", [generation]:
@@ -133,7 +133,7 @@ def check_record(name: str, value: str) -> None:
                 raise UserError(f"{name}: {error}") from None
         case "meeting", [_]:
             if host_and_port(value) is None:
-                raise UserError(f"{name}: is no address")
+                raise UserError(f"{name}: is not an address")
         case "result", [_]:
             parse_strictly(dict[str, Any], value, name)
         case (("node" | "alive" | "logged" | "seen_end"), [_]):
@@ -141,7 +141,7 @@ def check_record(name: str, value: str) -> None:
         case (("done" | "left"), [_, _]):
             pass
         case _:
-            raise UserError(f"{name[:100]!r} is no key")
+            raise UserError(f"{name[:100]!r} is not a key")
 
 
 @dataclass(frozen=True)

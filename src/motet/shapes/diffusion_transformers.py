@@ -110,7 +110,7 @@ class Connection:
     """Width of the hidden states that it reads."""
     projector: Literal["linear", "mlp"]
     guidance: float | None = None
-    """Guidance that a model with embeddings of it is told; None: 1."""
+    """Guidance scale for models with guidance embeddings; None: 1."""
 
 
 def own_values(config: Config) -> dict[str, Any]:

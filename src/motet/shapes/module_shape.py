@@ -24,8 +24,9 @@ attention is computed over the whole row and masked."""
 
 Rows = Literal["tokens", "outputs", "incoming", "joint", "sequences"]
 """The rows that a linear is applied to: the module's own tokens; those that it outputs (an encoder's projector) or that
-carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); both of a
-module's own tokens and of what comes (a generator's); one vector for each sequence (a diffusion model's time step)."""
+carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); the own
+tokens and the incoming ones together (Flux's single blocks); one vector for each sequence (a diffusion model's time
+step)."""
 
 Config = Mapping[str, Any]
 

@@ -198,7 +198,7 @@ def test_who_knows_the_secret_writes_nothing_that_agents_cannot_read(
             rogue.create(*said)
         store.sync()
         assert store.values == {key("membership", 1): FIRST.to_json()}
-    assert "which sent a value that is none: " in capfd.readouterr().err
+    assert "which sent an invalid record: " in capfd.readouterr().err
 
 
 RECORDS = {

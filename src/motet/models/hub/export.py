@@ -386,8 +386,9 @@ def export_parts(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
-    """Calls `write` with a new folder, which replaces `folder` when it is complete. If this process is killed, one of
-    them is whole: in its place, or, between two renames, beside it, from where the next call takes it back.
+    """Calls `write` with a new folder, which replaces `folder` when it is complete. If the process is killed, the old
+    or the new folder is complete at `folder`, or, between two renames, the old one beside it; the next call moves that
+    back.
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
     partial, replaced = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "replaced.tmp"))

@@ -47,7 +47,7 @@ class GeneratorDescription:
     channels: int
     """Channels of its latents."""
     guidance: float | None
-    """Guidance that the model is told; None: it is told none."""
+    """Guidance scale for models with guidance embeddings; None: the model has none."""
     num_queries: int | None
     placeholder_token_id: int
     spectrogram: SpectrogramConfig | None

@@ -100,7 +100,7 @@ class StoreContents:
         try:
             self._check(key, value)
         except UserError as error:
-            raise MalformedMessageError(f"a value that is none: {error}"[:500]) from None
+            raise MalformedMessageError(f"an invalid record: {error}"[:500]) from None
 
     def _set(self, key: str, value: str) -> None:
         if len(self._changed) >= MAX_KEYS:
