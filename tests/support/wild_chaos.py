@@ -62,7 +62,7 @@ PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "evalu
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = "/dev/shm"
 FORK = multiprocessing.get_context("fork")
-LONGEST_ERROR = 1e-9
+LARGEST_ERROR = 1e-12
 """Relative. Sums are taken in other orders."""
 
 
@@ -205,7 +205,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     if result is not None:
         pairs += zip(result["losses"], losses[STEPS - len(result["losses"]) :], strict=True)
     error = max(abs(a - b) / abs(b) for a, b in pairs)
-    assert error <= LONGEST_ERROR, (trial, error, log)
+    assert error <= LARGEST_ERROR, (trial, error, log)
     assert seen == ids, (trial, log)
     went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
     lives = survives(trial, fired, plan)

@@ -116,6 +116,7 @@ TEXTS = {
 }
 VALUES = {
     "train.learning_rate": (1e300, -1, 0, "fast", None, [1]),
+    "train.weight_decay": (1e300, -1),
     "train.betas": ([1, 0.9], [0.9, 1], [0.9], [-0.1, 0.9], "ab"),
     "train.steps": (0, -1, 1.5, "many", 10**30 * -1, True),
     "train.keep_checkpoints": (0, -1, "all"),
@@ -210,6 +211,8 @@ def _of_models() -> Iterator[WrongInput]:
         (f"{vision}.patch_sice", 16, "patch_sice: is not a known key; did you mean 'patch_size'"),
         (f"{vision}.frobnicate", "{a: 1}", "vision.values.frobnicate: is not a known key"),
         (f"{vision}.image_size", 0, "image_size: is 0"),
+        (f"{vision}.num_channels", 7, "its processor makes 3 channels, but model.encoders.vision takes 7"),
+        (f"{audio}.num_mel_bins", 32, "its processor makes 16 mel bins, but model.encoders.audio takes 32"),
         (f"{audio}.activation_function", "nope", "activation_function: is 'nope'"),
         (f"{audio}.dropout", 1.0, "dropout: is 1.0; give at least 0 and less than 1"),
         (f"{audio}.encoder_layer", 2, "encoder_layer: is not a known key; did you mean 'encoder_layers'"),

@@ -182,7 +182,7 @@ class TrainConfig(Section):
     null: the global batch."""
     learning_rate: LearningRate = 1e-3
     """Peak learning rate of parts without a `learning_rate` of their own."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.01
     """Weight decay of AdamW; it does not apply to vectors (biases, norms)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """The betas of AdamW."""

@@ -295,6 +295,7 @@ class EncoderLayout:
 
     def _audio_grid(self, size: Size) -> tuple[int, ...]:
         rule = self._sound_rule
+        self._check_width("num_mel_bins", self.processor_values().get("feature_size"), "mel bins")
         num_samples = resampled_length(size, rule.sampling_rate)
         if num_samples > rule.num_samples:
             raise UserError(
@@ -314,7 +315,17 @@ class EncoderLayout:
                 f"its image processor makes {height} x {width} pixels, but {self.name} takes {own} x {own}; "
                 "give the encoder's own image processor"
             )
+        means = self.processor_values().get("image_mean")
+        self._check_width("num_channels", len(means) if isinstance(means, list) else None, "channels")
         return grid_of(self.config, image_size=(height, width))
+
+    def _check_width(self, key: str, made: object, what: str) -> None:
+        """`made`: by the processor; None: it does not say."""
+        own = self.config.get(key) if isinstance(self.config, Mapping) else getattr(self.config, key, None)
+        if isinstance(made, int) and isinstance(own, int) and made != own:
+            raise UserError(
+                f"its processor makes {made} {what}, but {self.name} takes {own}; give the encoder's own processor"
+            )
 
 
 def resampled_length(size: Size, rate: int) -> int:

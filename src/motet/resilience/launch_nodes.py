@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -73,6 +73,8 @@ OUTLIVING_PEERS = {
 }
 """Settings without which torch ends a process whose NCCL peer was lost, or reads communicators for its flight recorder
 while they are aborted: seen once on torch 2.11, as a wait of 60 s and a segmentation fault."""
+CONNECT_S = 10.0
+"""Time for a store to take a connection."""
 RETRY_S = 0.2
 """Interval between two looks for a store that was lost."""
 
@@ -188,13 +190,21 @@ def join_training(
         raise WorkerFailedError(why)
 
 
+def _connection_to(address: StoreAddress) -> socket.socket:
+    """A connection to the store; to the first of etcd's servers that answers."""
+    *others, last = address.servers if isinstance(address, EtcdAddress) else (address,)
+    for server in others:
+        with suppress(OSError, UnicodeError):
+            return socket.create_connection(server, timeout=CONNECT_S)
+    return socket.create_connection(last, timeout=CONNECT_S)
+
+
 def _check_run_file(config: RunConfig, address: StoreAddress, secret: bytes) -> RunRecord:
     """Returns the run. Raises `UserError` unless the run file is that of the training."""
     assert config.train.failures is not None
     where = f"--join: {_text(address)}"
     try:
-        server = address.servers[0] if isinstance(address, EtcdAddress) else address
-        with socket.create_connection(server, timeout=10) as connection:
+        with _connection_to(address) as connection:
             if (interface := interface_towards(connection)) is not None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         with closing(_client(address, secret, config.train.failures.detect_s)) as store:

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+import certifi
 import pytest
 from etcd_servers import EtcdServers, etcd_servers
 from interrupted_training import at, before_each_step, config_of, die, failures, kill_node, undisturbed
+from ports import port_of_its_own
 from sampling import in_campaigns
 from training import plan_of, run_config
 from waiting import wait_until
 
 from motet.errors import UserError
 from motet.resilience.launch_nodes import join_training, train_on_nodes
-from motet.resilience.membership import Membership, check_record, key
+from motet.resilience.membership import RUN, Membership, RunRecord, as_json, check_record, key
 from motet.resilience.store.etcd import EtcdAddress, EtcdStore
 from motet.resilience.store.store import SECRET_VARIABLE, StoreAwayError, StoreLostError
 from motet.runtime.checkpoint.folder import find_checkpoints
@@ -126,20 +128,75 @@ def test_nodes_of_an_earlier_attempt_end(servers: EtcdServers) -> None:
 
 
 def test_no_server_is_told() -> None:
-    with pytest.raises(UserError, match="no etcd server answers"):
+    with pytest.raises(UserError, match=r"no etcd server answers \(.*refused"):
         EtcdStore(EtcdAddress((("127.0.0.1", 1),), "run"), SECRET, 1.0, is_new=True)
+
+
+def test_a_node_joins_while_the_first_server_is_away(
+    servers: EtcdServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as far as the comparison of run files."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    config, other = config_of(tmp_path), config_of(tmp_path, train__seed=7)
+    with EtcdStore(servers.address("join"), SECRET, 1.0, is_new=True) as store:
+        store.create(RUN, RunRecord(config=as_json(config)).to_json())
+        address = EtcdAddress((("127.0.0.1", port_of_its_own()), *servers.addresses), "join")
+        with pytest.raises(UserError, match=r"train\.seed: is 7 here"):
+            join_training(other, lambda: None, address, 1)
+
+
+def refusal(address: EtcdAddress) -> str:
+    with pytest.raises(UserError) as refused:
+        EtcdStore(address, SECRET, 1.0, is_new=True)
+    return str(refused.value)
+
+
+def test_certificates_are_those_of_etcdctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other authorities the machine trusts."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", certifi.where())
+    with etcd_servers(tmp_path, number=1, tls=True) as servers:
+        address = servers.address("run")
+        assert "Connection aborted" in refusal(address), "it speaks no TLS"
+        monkeypatch.setenv("ETCDCTL_CACERT", str(servers.certificate))
+        assert "no etcd server answers" in refusal(address), "it shows no certificate"
+        monkeypatch.setenv("ETCDCTL_CERT", str(servers.certificate))
+        monkeypatch.setenv("ETCDCTL_KEY", str(servers.key))
+        with EtcdStore(address, SECRET, 1.0, is_new=True) as store:
+            assert store.create("node/0", "") == ""
+            wait_until(lambda: has(store, "node/0", ""))
+        monkeypatch.delenv("ETCDCTL_CACERT")
+        assert "CERTIFICATE_VERIFY_FAILED" in refusal(address)
+
+
+def test_the_user_is_that_of_etcdctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with etcd_servers(tmp_path, number=1) as servers:
+        address = servers.address("run")
+        servers.require_user("root", "a password")
+        assert "user name is empty" in refusal(address)
+        monkeypatch.setenv("ETCDCTL_USER", "root:another password")
+        assert "user name is empty" in refusal(address)
+        monkeypatch.setenv("ETCDCTL_USER", "root:a password")
+        with EtcdStore(address, SECRET, 1.0, is_new=True) as store:
+            store.keep_alive(store.register())
+            wait_until(lambda: has(store, "alive/0", ""))
+            store._servers[0].session.headers["Authorization"] = "expired"
+            assert written(store, "node/1", "") == ""
 
 
 @pytest.mark.parametrize("num_events", [6, pytest.param(200, marks=pytest.mark.campaign)])
 def test_histories_of_servers_that_are_lost(tmp_path: Path, num_events: int) -> None:
-    """One server at a time is killed, or stopped; clients at all times agree on what was written first."""
-    draw = random.Random(7)
-    with etcd_servers(tmp_path) as servers, EtcdStore(servers.address("run"), SECRET, 1.0, is_new=True) as first:
+    """One server at a time, or its port, is killed or stopped; clients at all times agree on what was written first."""
+    draw = random.Random(3)  # With each kind of event among the first six.
+    with (
+        etcd_servers(tmp_path, has_gateways=True) as servers,
+        EtcdStore(servers.address("run"), SECRET, 1.0, is_new=True) as first,
+    ):
         clients = [first, EtcdStore(servers.address("run"), SECRET, 1.0)]
         for client in clients:
             client.keep_alive(client.register())
         for event in range(num_events):
-            lost, how = draw.randrange(3), draw.choice([signal.SIGKILL, signal.SIGSTOP])
+            lost, how = draw.randrange(6), draw.choice([signal.SIGKILL, signal.SIGSTOP])
             servers.signal(lost, how)
             won = [written(client, f"membership/{event}", f"of {i}") for i, client in enumerate(clients)]
             assert won[0] == won[1]

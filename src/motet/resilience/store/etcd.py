@@ -221,7 +221,8 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
                     "create_request": {"key": _encoded(self._prefix), "range_end": _encoded(_after(self._prefix))}
                 }
                 url = server.get_url("/watch")
-                with server.session.post(url, json=request, stream=True, timeout=(REQUEST_S, WATCH_S)) as answer:
+                timeout, verify = (REQUEST_S, WATCH_S), server.session.verify
+                with server.session.post(url, json=request, stream=True, timeout=timeout, verify=verify) as answer:
                     for _ in answer.iter_lines():
                         if self._is_closed.is_set():
                             return
@@ -297,13 +298,14 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
         for _ in self._servers:
             server = self._servers[self._current]
             try:
-                answer: dict[str, Any] = server.post(server.get_url(path), json=request)
+                answer: dict[str, Any] = _post(server, path, request)
                 return answer
             except Exception as error:  # Of requests or etcd3gw: this server has died, or is not part of the quorum.
                 failure = error
                 _log_in(server)
                 self._current = (self._current + 1) % len(self._servers)
-        raise StoreAwayError(f"no etcd server answers ({' '.join(str(failure).split())[:200]})")
+        told = getattr(failure, "detail_text", None) or str(failure)  # etcd3gw's errors are without text.
+        raise StoreAwayError(f"no etcd server answers ({' '.join(told.split())[-300:]})")
 
 
 def _client(server: Address) -> Any:
@@ -326,6 +328,11 @@ def _client(server: Address) -> Any:
     return client
 
 
+def _post(client: Any, path: str, request: dict[str, Any]) -> Any:
+    # requests prefers the authorities of REQUESTS_CA_BUNDLE to those of its session.
+    return client.post(client.get_url(path), json=request, verify=client.session.verify)
+
+
 def _log_in(client: Any) -> None:
     """Gets a token for the user of ETCDCTL_USER, if there is one; tokens expire."""
     user, _, password = os.environ.get("ETCDCTL_USER", "").partition(":")
@@ -333,7 +340,7 @@ def _log_in(client: Any) -> None:
         return
     client.session.headers.pop("Authorization", None)
     with suppress(Exception):  # The server does not answer, which the next request tells.
-        answer = client.post(client.get_url("/auth/authenticate"), json={"name": user, "password": password})
+        answer = _post(client, "/auth/authenticate", {"name": user, "password": password})
         client.session.headers["Authorization"] = answer["token"]
 
 
