@@ -122,12 +122,18 @@ def test_what_is_not_the_kernels_computation_is_left_alone() -> None:
         def forward(self, values: Tensor) -> Tensor:
             return self.down_proj(nn.functional.silu(self.factor * self.gate_proj(values)) * self.up_proj(values))
 
+    class Dropping(Gated):
+        def forward(self, values: Tensor) -> Tensor:
+            gated = nn.functional.silu(self.gate_proj(values)) * self.up_proj(values)
+            return self.down_proj(nn.functional.dropout(gated, 0.5, self.training))
+
     assert norm_of(Clipped()) is None
     assert norm_of(nn.LayerNorm(8, bias=False)) is None
     assert norm_of(nn.RMSNorm(8, eps=1e-6)) is None
     assert gated_mlp_of(Gated(1.0)) == GatedMlp(("gate_proj", "up_proj", "down_proj"), "silu")
     assert gated_mlp_of(Gated(1.1)) is None
     assert gated_mlp_of(Gated(1.0, dropout=0.1)) is None
+    assert gated_mlp_of(Dropping(1.0).eval()) is None
     from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interleaved
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
 

@@ -238,13 +238,14 @@ def test_training_goes_on_without_a_store_but_nobody_waits_for_it_forever() -> N
     assert agent._end_reason == "the store has not answered for 0 s"
 
 
-def test_who_has_finished_does_not_wait_for_a_store_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_warned", [False, True])
+def test_who_has_finished_does_not_wait_for_a_store_forever(monkeypatch: pytest.MonkeyPatch, is_warned: bool) -> None:
     monkeypatch.setattr(agents, "find_loss", lambda *_: None)
     monkeypatch.setattr(agents, "receive_from", lambda _: ())
     store = FullStore({key("membership", 1): BOTH.to_json()})
     agent = agent_of(0, store)
     assert not agent.is_over()
-    store.is_away, agent.store_patience_s = True, 0.0
+    store.is_away, agent.store_patience_s, agent.is_warned = True, 0.0, is_warned
     own, pipe = multiprocessing.Pipe()
     agent.processes = [WatchedProcess(multiprocessing.current_process(), pipe, is_done=True)]
     monkeypatch.setattr(agents, "kill_all", lambda _: None)

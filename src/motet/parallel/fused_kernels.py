@@ -183,18 +183,22 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
 
 
 def _multiplies(module: nn.Module, names: tuple[str, ...], activation: Activation) -> bool:
-    """Whether the module's last linear reads activation(gate) * up, while stand-ins are in the place of its linears."""
+    """Whether the module's last linear reads activation(gate) * up, while stand-ins are in the place of its linears.
+
+    In training mode, so that a module with dropout is none."""
     generator = torch.Generator().manual_seed(0)
     gate, up = 4 * torch.randn(2, 2, 3, 8, generator=generator, dtype=torch.float32)
     given = [gate, up] if len(names) == 3 else [torch.cat((gate, up), -1)]
-    own = {name: getattr(module, name) for name in names}
+    own, was_training = {name: getattr(module, name) for name in names}, module.training
     try:
+        module.training = True
         for name, values in zip(names, [*given, None], strict=True):
             setattr(module, name, _Given(values))
         found = _call(lambda: module(torch.zeros(2, 3, 8)))
     finally:
         for name, linear in own.items():
             setattr(module, name, linear)
+        module.training = was_training
     return found is not None and _near(found, PLAIN_ACTIVATIONS[activation](gate) * up)
 
 

@@ -183,7 +183,7 @@ class NodeAgent:
         elif self._was_member and not self._is_interrupted and not is_done:
             self._needed_since = None
             return False
-        elif self.is_warned:
+        elif self.is_warned and not is_done:
             return True
         if self._needed_since is None:
             self._needed_since = now
