@@ -7,15 +7,19 @@ assigned by `problem.assignment`. With `mixed`, stages of one module may differ 
 has the best of the sizes for each of the sums below, and 3 does not apply.
 
 Relaxed: messages, reductions and exchanges of context-parallel groups take no time; memory counts as one sum of static
-bytes over all devices; ranks may interrupt and divide work arbitrarily. Kept:
+bytes over all devices; ranks may interrupt and divide work arbitrarily. Tensor-parallel groups lie within nodes, as
+their costs assume. Kept:
 
 1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
    action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
    add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
+4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
+   at least the mean over all ranks. A gather takes the bandwidth of the best placement of its ranks on nodes.
 
-The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the three. If the
+The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the first
+three, plus the fourth. If the
 batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding included.
 Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take different
 numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
@@ -30,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.costs.communication import gather_s_per_byte
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
 from motet.planner.layouts.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
@@ -75,14 +80,16 @@ def problem_lower_bound_s(
     tp: Mapping[str, Sequence[int]] | None = None,
     cp: Mapping[str, Sequence[int]] | None = None,
     mixed: bool = False,
+    gathers: bool = True,
     at_most_s: float = inf,
 ) -> float:
     """Lower bound in seconds; infinite if no combination can fit into memory.
 
     `num_replicas`, `tp`, `cp`: sizes that plans may have, by module; None: the problem's. `mixed`: stages of a module
-    may differ in tensor parallelism. `at_most_s`: returned where the bound is not below it, which takes less time to
-    find out."""
-    modules, least_s = _Modules(problem), at_most_s - problem.program_s
+    may differ in tensor parallelism. `gathers`: False: plans without a sharded optimizer's state are bounded too, with
+    the memory of a sharded one. `at_most_s`: returned where the bound is not below it, which takes less time to find
+    out."""
+    modules, least_s = _Modules(problem, gathers=gathers and problem.memory.zero1), at_most_s - problem.program_s
     for choices in _choices(problem, num_replicas, tp, cp, mixed):
         least_s = _least_of(problem, modules, choices, least_s)
     return least_s + problem.program_s
@@ -138,10 +145,11 @@ def _least_of(
 class _Modules:
     """Remembered sums over a module's layers at each size, as many combinations share them."""
 
-    def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: PlanningProblem, *, gathers: bool) -> None:
+        self.problem, self._gathers = problem, gathers
         self._static_bytes: dict[tuple[str, Size], int] = {}
         self._num_updated: dict[tuple[str, Size], int] = {}
+        self._gather_s: dict[tuple[str, Size], float] = {}
         self._batch_s: dict[tuple[str, Size, bool], tuple[Floats, Floats, Floats, Floats]] = {}
         self._microbatch_s: dict[tuple[str, Size], tuple[Floats, Floats]] = {}
         self._least_s: dict[tuple[str, Size, bool], tuple[float, float]] = {}
@@ -226,6 +234,21 @@ class _Modules:
             ]
             self._num_updated[name, size] = sum(map(min, zip(*each, strict=True)))
         return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size]
+
+    def gather_s(self, name: str, size: Size) -> float:
+        """Seconds of all ranks together for gathers of new parameters, as `IterationCosts.gather_s` has them."""
+        # Where replicas differ in tensor parallelism, pieces are gathered in an order that is not known here.
+        if not self._gathers or len(size.tp) > 1:
+            return 0.0
+        if (name, size) not in self._gather_s:
+            memory, (tp,), num_ranks = self.problem.memory, size.tp, size.cp * size.num_replicas
+            ep = largest_ep(self.problem, name, tp, size.num_replicas)
+            num_bytes = memory.parameter_bytes * sum(self.problem.estimator.num_trainable(name, tp=tp, ep=ep))
+            most_in_node = max(1, self.problem.cluster.devices_per_node // tp)
+            s_per_byte = gather_s_per_byte(self.problem.cluster, num_ranks, most_in_node)
+            share = (num_ranks - memory.num_keepers(num_ranks)) / max(1, num_ranks - 1)
+            self._gather_s[name, size] = size.num_holders(tp) * num_bytes * s_per_byte * share
+        return self._gather_s[name, size]
 
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size, tp: int, *, alone: bool) -> list[LayerTime]:
@@ -396,6 +419,7 @@ def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:
 
 
 def _fixed_s(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> float:
-    """The optimizer's step if all ranks updated equally many parameters."""
+    """The optimizer's step if all ranks updated equally many parameters, and the mean gather of new ones."""
     updated = sum(modules.num_updated(name, size) for name, size in sizes.items())
-    return problem.estimator.optimizer_seconds(updated / problem.num_devices)
+    gather_s = sum(modules.gather_s(name, size) for name, size in sizes.items())
+    return problem.estimator.optimizer_seconds(updated / problem.num_devices) + gather_s / problem.num_devices
