@@ -87,7 +87,9 @@ def _shared_tokens(problem: PlanningProblem) -> Plan:
     whole = {name: (0, module.workload.num_layers) for name, module in problem.modules.items()}
     chunks = tuple(Chunk(name, layers, 0) for name, layers in whole.items())
     size = problem.num_devices
-    return layout_plan(problem, Layout("explicit", chunks, (size,), shared=((LANGUAGE_MODEL, size),)))
+    return layout_plan(
+        problem, Layout(planner="explicit", chunks=chunks, group_sizes=(size,), shared=((LANGUAGE_MODEL, size),))
+    )
 
 
 def _fully_sharded(problem: PlanningProblem) -> Plan:
@@ -105,7 +107,6 @@ def _reversed(problem: PlanningProblem) -> Plan:
 
 COMPUTED = (
     Case("encoders, LLM", 2, 8, "1f1b", _encoders_together(Degrees(), Degrees())),
-    Case("encoders, LLM", 2, 4, "gpipe", _encoders_together(Degrees(), Degrees())),
     Case("encoders, LLM", 2, 8, "eager_1f1b", _encoders_together(Degrees(), Degrees())),
     Case("LLM, encoders", 2, 8, "bubble_filling", _reversed),
     Case("chain, PP 2", 2, 16, "1f1b", _chain(0, 1)),
@@ -123,6 +124,7 @@ COMPUTED = (
 )
 EMULATED = (
     Case("PP 1 + 1 + 2", 4, 8, "1f1b", _separate(Degrees(), Degrees(pp=2))),
+    Case("chain, PP 4 x 2", 4, 8, "critical_path", _chain(*range(4), *range(4))),
     Case("PP 1 + 1 + 2", 4, 16, "gpipe", _separate(Degrees(), Degrees(pp=2))),
     Case("chain, PP 4", 4, 8, "1f1b", _chain(0, 1, 2, 3)),
     Case("chain, PP 4", 4, 8, "zero_bubble_h1", _chain(0, 1, 2, 3)),

@@ -101,7 +101,7 @@ NUM_PROMISING = 2
 """Number of schedules, those best for the best plan, that the next plans are tried under."""
 MEMORY_AWARE = "bubble_filling"
 """The schedule for layouts that exceed the memory under their own."""
-BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
+BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "critical_path", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
 
 
