@@ -13,6 +13,8 @@ their costs assume. Kept:
 1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
    action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
    add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
+   Ranks beyond those that all microbatches together can occupy, each in one layer at a time, wait until a first
+   backward can begin; and at the end, once no forward can begin any more, they have nothing but weight gradients.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
 4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
@@ -25,7 +27,7 @@ Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`
 numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from heapq import merge
 from itertools import product
 from math import gcd, inf
@@ -55,6 +57,18 @@ class _Layers(NamedTuple):
     weight_s: Floats
     head_s: Floats
     tail_s: Floats
+    crowd: "_Crowd"
+
+
+class _Crowd(NamedTuple):
+    """What limits how many ranks can work at the begin and at the end of an iteration."""
+
+    most_busy: int
+    """Ranks that all microbatches occupy, each in one layer at a time."""
+    forward_s: float
+    """Least time until a backward can begin."""
+    backward_s: float
+    """Least time after the last forward, without weight gradients."""
 
 
 class Size(NamedTuple):
@@ -159,9 +173,20 @@ class _Modules:
         }
         """The modules that enter each module, and the first layer that each of them enters."""
         self.order = _in_order(problem)
+        self.is_row = self._is_row()
+        """Whether all modules that read nothing enter one module at its first layer, and the others follow in a row."""
         self.has_backward = {
             name: np.array([needs.any for needs in problem.gradients[name]]) for name in problem.modules
         }
+
+    def _is_row(self) -> bool:
+        sources = [name for name in self.order if not self.entries[name]]
+        row = [name for name in self.order if self.entries[name]]
+        expected = [sources, *([name] for name in row)]
+        return all(
+            sorted(self.entries[name]) == sorted((before, 0) for before in expected[place])
+            for place, name in enumerate(row)
+        )
 
     def batch_s(self, name: str, size: Size, *, alone: bool) -> tuple[Floats, Floats, Floats, Floats]:
         """Seconds of each layer for the whole batch: of all ranks that hold it together, and of each of them; both
@@ -301,16 +326,16 @@ class _Batch:
 def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
     # The number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it.
     num_shares = gcd(*(size.num_replicas for size in sizes.values()))
-    heads, tails = _heads_and_tails(modules, sizes)
+    heads, tails, crowd = _heads_and_tails(modules, sizes)
     columns = []
     for name, size in sizes.items():
         seconds = modules.batch_s(name, size, alone=size.num_replicas == num_shares)
         holders = np.full(len(seconds[0]), size.num_holders(max(size.tp)))
         columns.append((holders, *seconds, heads[name], tails[name]))
-    return _Layers(*map(np.concatenate, zip(*columns, strict=True)))
+    return _Layers(*map(np.concatenate, zip(*columns, strict=True)), crowd=crowd)
 
 
-def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats]]:
+def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats], _Crowd]:
     """Returns the least time before the first action of each layer, and after its last, by module."""
     one = {name: modules.microbatch_s(name, size) for name, size in sizes.items()}
     heads: dict[str, Floats] = {}
@@ -324,7 +349,28 @@ def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats]
                 end = found[source][-1] + one[source][of_layer][-1]
                 begin[first:] = np.maximum(begin[first:], end + before[first:] - before[first])
             found[name] = begin
-    return heads, _tails(modules, one, backs)
+    lossy = [name for name in sizes if modules.problem.modules[name].loss_weight] or list(sizes)
+    forward_s, backward_s = (
+        min(float(found[name][-1] + one[name][of_layer][-1]) for name in lossy)
+        for found, of_layer in ((heads, 0), (backs, 1))
+    )
+    return heads, _tails(modules, one, backs), _Crowd(_most_busy(modules, sizes), forward_s, backward_s)
+
+
+def _most_busy(modules: _Modules, sizes: Sizes) -> int:
+    """The most ranks that can be in forwards at once: a microbatch is in one layer of each module at a time, and in one
+    module of each row of modules of which one reads the other."""
+    problem, num_samples = modules.problem, len(modules.problem.samples)
+    busy = {}
+    for name, size in sizes.items():
+        number = size.num_replicas * problem.num_microbatches if problem.cuts_evenly else num_samples
+        busy[name] = min(number, num_samples) * max(size.tp) * size.cp
+    if len({size.num_replicas for size in sizes.values()}) > 1 or not problem.cuts_evenly:
+        return sum(busy.values())
+    beside = [name for name in modules.order if not modules.entries[name]]
+    others = max((busy[name] for name in sizes if name not in beside), default=0)
+    # Modules that read nothing run beside each other, and beside others of the same microbatch that do not read them.
+    return max(sum(busy[name] for name in beside), others) if modules.is_row else sum(busy.values())
 
 
 def _tails(
@@ -379,17 +425,32 @@ class _Earliest:
 
 def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
     """The bound from work. Ranks without a layer do not work; others may stay unused if that is faster."""
-    work, weight = layers.device_s.sum(), layers.device_weight_s.sum()
+    work, weight, crowd = layers.device_s.sum(), layers.device_weight_s.sum(), layers.crowd
+    most = min(problem.num_devices, int(layers.num_holders.sum()))
     heads = _Earliest(layers.head_s, layers.num_holders)
     tails = _Earliest(layers.tail_s, layers.num_holders)
-    most = min(problem.num_devices, int(layers.num_holders.sum()))
-    # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
-    ends = np.concatenate([heads.ends, tails.ends])
-    filled = tails.number_at(weight)
-    numbers = np.concatenate([[1.0, most, np.floor(filled), np.ceil(filled)], ends])
-    numbers = numbers[(numbers >= 1) & (numbers <= most)]
-    seconds = (work + heads(numbers) + np.maximum(0.0, tails(numbers) - weight)) / numbers
-    return float(seconds.min())
+    # What ranks wait for at the begin and what they wait for at the end are added up, so they must not overlap.
+    after_s = max(0.0, _indivisible(problem, layers, sizes) - crowd.forward_s)
+    late_tails = _Earliest(np.minimum(layers.tail_s, after_s), layers.num_holders)
+
+    def seconds(before: Callable[[Floats], Floats], after: Callable[[Floats], Floats], breaks: list[Floats]) -> float:
+        # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
+        numbers = np.concatenate([[1.0, most], *breaks])
+        numbers = np.unique(np.concatenate([np.floor(numbers), np.ceil(numbers)]))
+        numbers = numbers[(numbers >= 1) & (numbers <= most)]
+        return float(((work + before(numbers) + np.maximum(0.0, after(numbers) - weight)) / numbers).min())
+
+    def crowded(seconds: float) -> Callable[[Floats], Floats]:
+        return lambda numbers: np.maximum(0.0, numbers - crowd.most_busy) * seconds
+
+    full = crowd.most_busy + weight / crowd.backward_s if crowd.backward_s else np.inf
+    full_at = np.array([crowd.most_busy, min(full, most)])
+    filled, late_filled = (np.array([own.number_at(weight)]) for own in (tails, late_tails))
+    return max(
+        seconds(heads, tails, [heads.ends, tails.ends, filled]),
+        seconds(crowded(crowd.forward_s), late_tails, [full_at, late_tails.ends, late_filled]),
+        seconds(crowded(crowd.forward_s), crowded(crowd.backward_s), [full_at]),
+    )
 
 
 def _indivisible(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
