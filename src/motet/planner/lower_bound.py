@@ -358,19 +358,22 @@ def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats]
 
 
 def _most_busy(modules: _Modules, sizes: Sizes) -> int:
-    """The most ranks that can be in forwards at once: a microbatch is in one layer of each module at a time, and in one
-    module of each row of modules of which one reads the other."""
+    """The most ranks that can be in forwards at once. A microbatch is in one layer of a module at a time. A sample is
+    in one of the modules of a row at a time, of which each reads the one before; modules that read nothing run beside
+    each other."""
     problem, num_samples = modules.problem, len(modules.problem.samples)
-    busy = {}
-    for name, size in sizes.items():
-        number = size.num_replicas * problem.num_microbatches if problem.cuts_evenly else num_samples
-        busy[name] = min(number, num_samples) * max(size.tp) * size.cp
-    if len({size.num_replicas for size in sizes.values()}) > 1 or not problem.cuts_evenly:
-        return sum(busy.values())
-    beside = [name for name in modules.order if not modules.entries[name]]
-    others = max((busy[name] for name in sizes if name not in beside), default=0)
-    # Modules that read nothing run beside each other, and beside others of the same microbatch that do not read them.
-    return max(sum(busy[name] for name in beside), others) if modules.is_row else sum(busy.values())
+    number = {
+        name: min(num_samples, size.num_replicas * problem.num_microbatches) if problem.cuts_evenly else num_samples
+        for name, size in sizes.items()
+    }
+    ranks = {name: max(size.tp) * size.cp for name, size in sizes.items()}
+    of_all = sum(number[name] * ranks[name] for name in sizes)
+    if not modules.is_row:
+        return of_all
+    # Actions that run at once have different samples; with equally many replicas, different microbatches.
+    at_once = num_samples if len(set(number.values())) > 1 else next(iter(number.values()))
+    beside = sum(ranks[name] for name in sizes if not modules.entries[name])
+    return min(of_all, at_once * max([beside, *(ranks[name] for name in sizes if modules.entries[name])]))
 
 
 def _tails(
