@@ -54,8 +54,8 @@ def test_runs_of_encoders_go_to_groups_that_have_less_to_do():
     chunks = (
         Chunk("vision", whole["vision"], 0),
         Chunk("audio", whole["audio"], 0),
-        Chunk("language_model", (0, 5), 0),
-        Chunk("language_model", (5, 10), 1),
+        # Runs of a single layer keep it.
+        *(Chunk("language_model", (layer, layer + 1), layer // 5) for layer in range(10)),
     )
     layout = Layout(planner="auto", chunks=chunks, group_sizes=(1, 1))
     better = refined(problem, layout, LayoutCosts(problem), split_backward=True)
