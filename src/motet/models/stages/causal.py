@@ -44,6 +44,11 @@ class SequenceLayout:
     def shape(self) -> tuple[int, int]:
         return (1, sum(self.lengths)) if self.packed else (len(self.lengths), max(self.lengths))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a token stands everywhere."""
+        return self.packed or min(self.lengths) == max(self.lengths)
+
     def starts(self) -> list[int]:
         """Index of each sample's first token in the flattened [rows * columns]."""
         if not self.packed:
@@ -52,6 +57,8 @@ class SequenceLayout:
 
     def places(self) -> Tensor:
         """Index of every token in the flattened [rows * columns], sample after sample."""
+        if self.is_full:
+            return torch.arange(sum(self.lengths))
         runs = zip(self.starts(), self.lengths, strict=True)
         return torch.cat([torch.arange(start, start + length) for start, length in runs])
 
@@ -63,7 +70,7 @@ class SequenceLayout:
 
     def attention_mask(self) -> Tensor | None:
         """[rows, columns], 1 where a token stands; None if one stands everywhere."""
-        if self.packed or min(self.lengths) == max(self.lengths):
+        if self.is_full:
             return None
         return (torch.arange(self.shape[1])[None] < torch.tensor(self.lengths)[:, None]).long()
 
