@@ -127,17 +127,22 @@ def guidance_told(values: Mapping[str, Any], connection: Connection) -> float | 
     return None
 
 
+def check_out_channels(values: Mapping[str, Any], wanted: int) -> None:
+    """Raises `UserError` unless the model's output has as many channels as what the loss compares it with."""
+    if values["out_channels"] not in (None, wanted):
+        raise UserError(
+            f"values.out_channels: is {values['out_channels']}, but the loss compares the output with latents of "
+            f"{values['in_channels']} channels (in_channels); give {wanted}"
+        )
+
+
 def transformer_workload(config: Config, connection: Connection) -> ModuleWorkload:
     """`config`: what stands in a config.json of diffusers. Raises `UserError` for values that cannot be trained."""
     kind = str(config["_class_name"])
     transformer = TRANSFORMERS[kind]
     values = {**transformer.defaults, **config}
     width = values["num_attention_heads"] * values["attention_head_dim"]
-    if kind not in PACKED and values["out_channels"] not in (None, values["in_channels"]):
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            "channels of in_channels; give as many"
-        )
+    check_out_channels(values, values["in_channels"] // (4 if kind == "QwenImageTransformer2DModel" else 1))
     transformer.check(values, width)
     size, pooled = transformer.condition_sizes(values)
     embed, blocks, head = transformer.layers(values, width)
@@ -421,11 +426,6 @@ def _check_flux(values: Mapping[str, Any], width: int) -> None:
     _check_packed(values)
     if values["patch_size"] != 1:
         raise UserError(f"values.patch_size: is {values['patch_size']}, but latents are packed before; give 1")
-    if values["out_channels"] not in (None, values["in_channels"]):
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            "channels of in_channels; leave it out"
-        )
     if values["num_single_layers"] < 1:
         raise UserError(f"values.num_single_layers: is {values['num_single_layers']}; give at least 1")
 
@@ -434,11 +434,6 @@ def _check_qwen_image(values: Mapping[str, Any], width: int) -> None:
     _check_packed(values)
     if values["patch_size"] != 2 or values["out_channels"] is None:
         raise UserError("values.patch_size: latents are packed two by two; give 2, and out_channels")
-    if 4 * values["out_channels"] != values["in_channels"]:
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            f"channels of in_channels, which are packed by four; give {values['in_channels'] // 4}"
-        )
     _check_left_out(values, "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
 
