@@ -42,7 +42,7 @@ class Tools(Protocol):
 class PlainTools:
     """Tokenizers and processors read without torch. Raises `NeedsTransformersError` for those that cannot be.
 
-    `words`: of a task, all that its texts hold; (): tokenizers and processors are stored. `data`: the run file's."""
+    `words`: all words of a task's texts; (): tokenizers and processors are read from files. `data`: the run file's."""
 
     def __init__(self, data: Any, words: Sequence[str]) -> None:
         self._data, self._words = data, words
@@ -128,7 +128,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _checked(values: Any, where: str) -> Mapping[str, Any]:
-    """The values of a processor. Raises `UserError` for those that make its outputs no numbers."""
+    """The values of a processor. Raises `UserError` for values with which it would output no numbers."""
     if not isinstance(values, Mapping):
         raise UserError(f"{where}: is not a mapping; save the processor again")
     std = values.get("image_std")

@@ -89,7 +89,7 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
 
 
 def part_type(model_type: str, kind: Kind) -> str:
-    """The family of the encoder or language model in a model of this type: of a part, its own."""
+    """The family of the encoder or language model in a model of this type; a part is a family itself."""
     return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)
 
 

@@ -11,7 +11,7 @@ from motet.errors import UserError
 
 @cache
 def loaded(group: str) -> Mapping[str, Any]:
-    """By name: what the entry points of a group are. Imports them all. Raises `UserError` for one that cannot be."""
+    """The objects of a group's entry points by name. Imports all of them. Raises `UserError` for one that cannot be."""
     found = {}
     for entry in entry_points(group=group):
         try:

@@ -91,9 +91,9 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     """`worker(*args)` on every rank of one process group. Returns what it returns on rank 0 (elsewhere: None).
 
     Args:
-        worker, args: pickled, but on CPUs, where anything will do.
-        num_processes: to start; under torchrun, those that it started are taken.
-        timeout_s: of the process group.
+        worker, args: picklable, except on CPUs, where processes are forked.
+        num_processes: number of processes to start; not read under torchrun, which has started them.
+        timeout_s: timeout of the process group.
 
     Raises `UserError` if the worker did on some rank, `WorkerFailedError` for another failure, with the rank and its
     traceback, and `KeyboardInterrupt` if the user interrupted.

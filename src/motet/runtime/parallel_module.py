@@ -335,7 +335,7 @@ class ParallelModule(nn.Module):
         return cast(ModuleGraph, whole)
 
     def _read(self, batch: Mapping[str, Any]) -> Batch:
-        """Collective. Raises `UserError` on every rank for a batch that is not as it must be."""
+        """Collective. Raises `UserError` on every rank for an invalid batch."""
         (model,) = self._model
         read = model.read_batch(batch)
         self._check_size(batch, read)
@@ -628,7 +628,7 @@ class ContrastiveParallelModule(ParallelModule):
 
 
 def check_ready(model: ModuleGraph) -> None:
-    """Freezes parts in evaluation mode. Raises `UserError` if the model cannot be parallelized, or not any more."""
+    """Freezes parts in evaluation mode. Raises `UserError` if the model cannot be parallelized, or was before."""
     if not dist.is_initialized():
         raise UserError("there is no process group; call torch.distributed.init_process_group first")
     if model.is_taken_over:

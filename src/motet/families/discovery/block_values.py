@@ -183,7 +183,7 @@ class _Trace:
         self._others: set[int] = set()
         self._alive: list[Any] = []
         self._behind: set[Any] | None = None
-        """When the last block has run: the sources of the hidden states, and of what was made of them."""
+        """After the last block has run: the sources of the hidden states, and of everything made from them."""
 
     def run_block(self, index: int, num_blocks: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -157,8 +157,8 @@ def adopt(module: nn.Module) -> OwnConfig | None:
 
 
 def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
-    """The module that a run file names: `package.module:class or function`, called with `values`. `key`: the run
-    file's, for messages."""
+    """The module that a run file names: `package.module:class or function`, called with `values`. `key`: its
+    key in the run file, for messages."""
     maker = _maker(source, key)
     try:
         module = maker(**values)
