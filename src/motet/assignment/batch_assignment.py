@@ -22,7 +22,7 @@ class BatchAssignment:
     microbatches: Mapping[str, tuple[tuple[Microbatch, ...], ...]]
 
     def samples_of(self, module: str, replica: int, microbatch: int) -> Microbatch:
-        """The samples of a microbatch; none of an idle one, which only replicas that share experts with this one have."""
+        """A microbatch's samples; none of an idle one, which only replicas that share experts with this one have."""
         own = self.microbatches[module][replica]
         return own[microbatch] if microbatch < len(own) else ()
 

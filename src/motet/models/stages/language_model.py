@@ -35,8 +35,7 @@ from motet.models.stages.causal import (
     places_of_outputs,
     token_ids,
 )
-from motet.models.stages.expert_counts import ExpertCounts
-from motet.models.stages.router_loss import RouterLoss, find_routers
+from motet.models.stages.routers import ExpertCounts, RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.context.context_sequence import (

@@ -41,7 +41,8 @@ class OptimizerConfig:
     """Decay of the moving average of the parameters, by part."""
     is_exact: bool = False
     """Whether a shard is updated bit by bit as the whole parameter would be, which replicas of different
-    tensor-parallel sizes need. (On CPUs torch's fused AdamW rounds the rest of a tensor after its last full vector differently.)"""
+    tensor-parallel sizes need. (On CPUs torch's fused AdamW rounds the rest of a tensor after its last full vector
+    differently.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
