@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 from motet import __version__
 from motet.cli import data_stats, demo, families, family, plan, profile, serve_data, simulate, train, verify
 from motet.environment import set_environment
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 
 
 class Command(Protocol):
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # Here, so that a closed pipe is handled below.
         return 1 if result.get("passed") is False else 0
     except UserError as error:
-        print(f"motet: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"motet: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("motet: interrupted", file=sys.stderr)

@@ -13,7 +13,7 @@ from motet.assignment.sample import Segment
 from motet.data.example import Media, Modality
 from motet.data.formats.media import StoredFile, register_modality
 from motet.data.preparation import EncoderInput
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.encoders.own_encoders import OwnEncoder, register
 from motet.families.encoders.token_counts import encoder_segment
 
@@ -84,7 +84,7 @@ class ArrayFile:
         try:
             return self.reader(self.path if isinstance(self.path, Path) else self.path.open())
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path}: cannot be read ({' '.join(str(error).split())}); replace the file") from None
+            raise UserError(f"{self.path}: cannot be read ({one_line(error)}); replace the file") from None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 
 
 @cache
@@ -17,7 +17,7 @@ def loaded(group: str) -> Mapping[str, Any]:
         try:
             found[entry.name] = entry.load()
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
                 f"entry point {group} {entry.name}: cannot be imported ({reason}); repair the package"
             ) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from motet.config import AutoencoderConfig, DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
-from motet.errors import UserError, closest
+from motet.errors import UserError, closest, one_line
 from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, unet_workload
 from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, transformer_workload
 from motet.shapes.module_shape import ModuleWorkload
@@ -124,7 +124,7 @@ def stored_folder(part: PartConfig | AutoencoderConfig) -> Path:
     try:
         return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
     except OSError as error:
-        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({' '.join(str(error).split())}); use path") from None
+        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({one_line(error)}); use path") from None
 
 
 CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")

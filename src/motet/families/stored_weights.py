@@ -5,11 +5,18 @@ scores (DeepSeek-V3, GLM-4.5), scales of layers (Gemma 4). transformers keeps th
 dtype of the model.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 CORRECTION = "e_score_correction_bias"
 """transformers' name of what a router adds to its scores when it chooses experts, and only then."""
+
+
+def is_within(name: str, paths: Iterable[str]) -> bool:
+    """Whether a parameter or module is one of these paths, or lies inside one of them."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ from motet.assignment.sample import Sample
 from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.devices import communication_device
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModuleGraph
 from motet.models.hub.clip import from_transformers, to_transformers
@@ -258,7 +258,7 @@ class ParallelModule(nn.Module):
             try:
                 keys = whole.load_state_dict(state_dict, strict=strict, assign=assign)
             except RuntimeError as error:
-                raise UserError(f"state_dict: {' '.join(str(error).split())}") from None
+                raise UserError(f"state_dict: {one_line(error)}") from None
             tensors.update(graph_tensors(self._as_graph(whole)))
             return LoadedKeys(*keys)
 

@@ -23,7 +23,7 @@ from motet.assignment.sample import Sample
 from motet.data.service.server import DESCRIBE, Request
 from motet.data.service.tensor_buffer import unpack, view_of_memory
 from motet.data.service.tickets import METADATA, Corrupt, Split, Ticket, authorization, samples_from_json
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
 """Time after which a failed server is asked again; it doubles with each failure."""
@@ -95,7 +95,7 @@ class Connection:
         except (UserError, flight.FlightError, pa.ArrowException, OSError):
             raise
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}")[:200]
             raise UserError(
                 f"data.servers: {self.address} sent what cannot be read ({reason}); start motet serve-data of this "
                 "version there"

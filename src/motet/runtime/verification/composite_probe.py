@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from motet.assignment.sample import Sample, Segment
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.capabilities import Capabilities, digest_of, read_capabilities, write_capabilities
 from motet.families.discovery.composite import Composite, FeatureFunction, composite_class_of, find_parts
 from motet.families.shape_reading.composite_shapes import composite_workload
@@ -67,7 +67,7 @@ def probe_composite(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS
         except UserError:
             raise
         except Exception as error:  # Whatever a model raises that cannot be built so.
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}")[:200]
             raise UserError(f"{tiny.model_type}: no tiny model of it can be built to probe it ({reason})") from None
         if size > LARGEST:
             raise UserError(f"{tiny.model_type}: no tiny model of it can be built to probe it ({size} parameters)")
