@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +53,16 @@ def register_encoder(
             suffixes=suffixes,
         )
     encoder = OwnEncoder(
-        modality=modality, example=tuple(example), feature=feature or modality, prepare=prepare or _as_loaded
+        modality=modality,
+        example=tuple(example),
+        feature=feature or modality,
+        prepare=prepare or methodcaller("load"),
     )
     register(module_class, encoder)
     if modality not in ("image", "audio"):
-        reader = load or _load_npy
+        reader = load or partial(np.load, allow_pickle=False)
         register_modality(modality, lambda path: ArrayFile(path, reader), tuple(suffixes) or ("npy",))
     return module_class
-
-
-def _as_loaded(media: Media) -> Any:
-    return media.load()
-
-
-def _load_npy(file: Any) -> np.ndarray:
-    return np.load(file, allow_pickle=False)
 
 
 @dataclass(frozen=True)

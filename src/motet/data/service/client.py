@@ -22,7 +22,15 @@ from torch import Tensor
 from motet.assignment.sample import Sample
 from motet.data.service.server import DESCRIBE, Request
 from motet.data.service.tensor_buffer import unpack, view_of_memory
-from motet.data.service.tickets import METADATA, Corrupt, Split, Ticket, authorization, samples_from_json
+from motet.data.service.tickets import (
+    METADATA,
+    Corrupt,
+    Split,
+    Ticket,
+    authorization,
+    samples_from_json,
+    stop_at_corrupt,
+)
 from motet.errors import UserError, one_line
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
@@ -204,9 +212,7 @@ class RemoteProducer:
 
         samples = self._servers.ask(Ticket(self._split, tuple(indices)), take)
         if not self.may_skip:
-            for sample in samples:
-                if isinstance(sample, Corrupt):
-                    raise UserError(sample.message)
+            stop_at_corrupt(samples)
         return samples
 
     def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:

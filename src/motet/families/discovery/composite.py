@@ -24,7 +24,7 @@ from motet.families.discovery.language_model_parts import CausalPaths, causal_pa
 from motet.families.hf_config import stored_folder
 from motet.families.language_models import is_tied
 from motet.families.stored_weights import is_within
-from motet.plan import LANGUAGE_MODEL
+from motet.plan import LANGUAGE_MODEL, Edge
 
 Modality = Literal["image", "video", "audio"]
 
@@ -92,6 +92,15 @@ class Composite:
     @property
     def encoders(self) -> dict[str, CompositeModule]:
         return {name: module for name, module in self.modules.items() if module.functions}
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every encoder enters the language model at its embedding, and perhaps between its first blocks."""
+        deep = self.entry_layers
+        return tuple(
+            Edge(source=name, target=LANGUAGE_MODEL, layers=deep if self.is_deep(name) else (0,))
+            for name in self.encoders
+        )
 
     @property
     def functions(self) -> tuple[FeatureFunction, ...]:

@@ -216,7 +216,8 @@ class EncoderStage(nn.Module):
         """
         assert not inputs.incoming, f"{self.name} is an encoder, but {', '.join(inputs.incoming)} was sent to it"
         samples, hidden = inputs.samples, inputs.hidden
-        features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
+        preprocess = self._preprocess or dict
+        features = [preprocess(dict(sample)) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
             tensors = self._raw_features(features, samples)
             hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
@@ -235,9 +236,6 @@ class EncoderStage(nn.Module):
             # All ranks compute it alike, and the group adds up their gradients.
             output = scale_gradient(output, 1 / self._context.size)
         return StageOutput(output)
-
-    def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return features if self._preprocess is None else self._preprocess(dict(features))
 
     def _raw_features(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> list[Tensor]:
         key = self.family.feature

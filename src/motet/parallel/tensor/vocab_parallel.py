@@ -77,7 +77,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> Tensor:
         counted, mine, columns = _places(logits, labels, tp)
-        wide = _wide(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         largest = logits.amax(-1).to(wide)
         if tp is not None:
             largest = all_reduce(largest, tp, dist.ReduceOp.MAX)
@@ -103,10 +103,6 @@ class _CrossEntropySum(torch.autograd.Function):
             part.scatter_add_(1, columns[rows, None], -(grad * mine[rows])[:, None])
             result[rows] = part
         return result, None, None
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from motet.families.tiny import perturb, tiny_config
 from motet.families.tiny_media import tiny_medium
 from motet.models.composite import CompositeNode
 from motet.models.materialize import float64_throughout
-from motet.plan import LANGUAGE_MODEL, Edge
+from motet.plan import LANGUAGE_MODEL
 from motet.runtime.verification.family_probe import Trial, announce_probe, found_out, run_trials
 
 TRIALS: Mapping[str, Trial] = {
@@ -89,15 +89,7 @@ def probe_composite(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS
             }
 
         batch = _Batch(build_nodes()[LANGUAGE_MODEL].model, described)
-        edges = tuple(
-            Edge(
-                source=name,
-                target=LANGUAGE_MODEL,
-                layers=described.entry_layers if described.is_deep(name) else (0,),
-            )
-            for name in described.encoders
-        )
-        reasons = run_trials(trials, build_nodes, batch, edges)
+        reasons = run_trials(trials, build_nodes, batch, described.edges)
     return found_out(tiny.model_type, model_class.__name__, reasons)
 
 
