@@ -199,7 +199,7 @@ class LanguageModelStage(CausalStage):
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
-        context = self._share(samples, next(self.parameters()).device)
+        context = self._share(samples, self.device)
         context.prepare(self._reaches)
         return context
 
