@@ -21,10 +21,9 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Segment
 from motet.config import PartConfig, VideoConfig
 from motet.data.chat import answer_spans, end_of_turn, render
-from motet.data.encoder_layout import Layouts
+from motet.data.encoder_layout import Layouts, frame_times
 from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
-from motet.data.video_sampling import frame_times
 from motet.data.voxtral import VoxtralText, is_voxtral
 from motet.errors import UserError, one_line
 from motet.families.discovery.composite import Composite, FeatureFunction
