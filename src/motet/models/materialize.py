@@ -36,8 +36,7 @@ from motet.families.discovery.language_model_parts import causal_layer_parts, nu
 from motet.families.encoders.own_encoders import build, build_on_meta
 from motet.families.hf_config import stored_folder, tower_family
 from motet.families.language_models import check_causal, is_tied
-from motet.families.stored_weights import is_within
-from motet.families.weight_conversion import Sources, sources_of
+from motet.families.stored_weights import Sources, is_within, sources_of
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 
