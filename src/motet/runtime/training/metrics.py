@@ -1,14 +1,11 @@
-"""Metrics of training steps: rates, and destinations.
-
-JSON lines are always written, TensorBoard and Weights & Biases on request, all by rank 0.
-"""
+"""Destinations of metrics: JSON lines always, TensorBoard and Weights & Biases on request; rank 0 writes."""
 
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -18,37 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.plan import Plan
 from motet.runtime.checkpoint.folder import write_atomically
-from motet.schedule.routes import Routes
 
 Values = Mapping[str, float | Sequence[int]]
 """Metrics by name; those that each rank has of its own, by rank."""
-
-
-ShortestSeconds = Callable[[Routes, Sequence[Sample]], float]
-"""Seconds of an iteration in which all devices compute model FLOPs at their peak."""
-
-
-class Rates:
-    """Rates of the steps of a plan. `shortest_s`: None: the peak of the devices is not known."""
-
-    def __init__(self, plan: Plan, shortest_s: ShortestSeconds | None) -> None:
-        self._shortest_s = shortest_s
-        self._with_loss = {module.data_module(name) for name, module in plan.modules.items() if module.loss_weight}
-
-    def of_step(self, routes: Routes, samples: Sequence[Sample], step_s: float) -> dict[str, float]:
-        """Tokens are those of the sequences with a loss; of contrastive towers those of all modules."""
-        values = {"samples_per_s": len(samples) / step_s, "tokens_per_s": self._num_tokens(samples) / step_s}
-        if self._shortest_s is not None:
-            values["mfu"] = self._shortest_s(routes, samples) / step_s
-        return values
-
-    def _num_tokens(self, samples: Sequence[Sample]) -> int:
-        modules = {module for sample in samples for module in sample.layouts}
-        return sum(sample.num_tokens(module) for module in modules & self._with_loss or modules for sample in samples)
 
 
 def progress_text(values: Mapping[str, Any]) -> str:

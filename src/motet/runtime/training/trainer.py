@@ -38,17 +38,9 @@ from motet.runtime.communication.agreement import is_same_on_all_ranks, on_first
 from motet.runtime.communication.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
 from motet.runtime.span_recorder import SpanRecorder
-from motet.runtime.training.metrics import (
-    OutputError,
-    Progress,
-    Rates,
-    Sink,
-    Values,
-    append_line,
-    keep_lines,
-    open_sinks,
-)
+from motet.runtime.training.metrics import OutputError, Progress, Sink, Values, append_line, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.rates import Rates
 from motet.timeline import Timeline
 
 WARM_UP_STEPS = 3

@@ -26,7 +26,7 @@ from motet.runtime.communication.agreement import gather_values
 from motet.runtime.communication.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.communication.preflight import check_memory
 from motet.runtime.engine import Engine
-from motet.runtime.training.metrics import Rates
+from motet.runtime.training.rates import Rates
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
