@@ -38,7 +38,7 @@ from motet.data.service.tensor_buffer import (
     pack,
     unpack,
 )
-from motet.data.service.tickets import Corrupt, Split, Ticket
+from motet.data.service.tickets import Corrupt, Split, Ticket, stop_at_corrupt
 from motet.errors import UserError
 
 MAX_ATTEMPTS = 5
@@ -318,9 +318,7 @@ class LocalProducer:
             assert isinstance(answer, list)
             samples += answer
         if not self.may_skip:
-            for sample in samples:
-                if isinstance(sample, Corrupt):
-                    raise UserError(sample.message)
+            stop_at_corrupt(samples)
         return samples
 
     def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:

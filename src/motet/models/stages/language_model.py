@@ -35,8 +35,7 @@ from motet.models.stages.causal import (
     places_of_outputs,
     token_ids,
 )
-from motet.models.stages.expert_counts import ExpertCounts
-from motet.models.stages.router_loss import RouterLoss, find_routers
+from motet.models.stages.routers import ExpertCounts, RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.context.context_sequence import (
@@ -200,7 +199,7 @@ class LanguageModelStage(CausalStage):
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
-        context = self._share(samples, next(self.parameters()).device)
+        context = self._share(samples, self.device)
         context.prepare(self._reaches)
         return context
 

@@ -65,7 +65,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, tp: TensorParallel | None)
     as a whole in more. Few logits that are whole, and need no other precision, are left to torch.
     """
     logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    if tp is None and logits.dtype == _wide(logits) and logits.numel() <= CHUNK_ELEMENTS:
+    if tp is None and logits.dtype in (torch.float32, torch.float64) and logits.numel() <= CHUNK_ELEMENTS:
         return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return _CrossEntropySum.apply(logits, labels, tp)
 
@@ -80,7 +80,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> Tensor:
         counted, mine, columns = _places(logits, labels, tp)
-        wide = _wide(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         log_sums = logits.new_empty(len(logits), dtype=wide)
         for rows in _chunks(logits):
             log_sums[rows] = logits[rows].to(wide).logsumexp(-1)
@@ -103,10 +103,6 @@ class _CrossEntropySum(torch.autograd.Function):
             part.scatter_add_(1, columns[rows, None], -(scale[rows] * mine[rows])[:, None])
             result[rows] = part
         return result, None, None
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
