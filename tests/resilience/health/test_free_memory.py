@@ -77,14 +77,13 @@ def test_this_machine_tells() -> None:
 
 
 def test_the_need_is_that_of_the_plan_with_its_copies(tmp_path: Path) -> None:
-    two = {"vision": {}, "audio": {}, "language_model": {}}
-    config = run_config(tmp_path, two, cluster__num_nodes=2)
+    cluster = {"num_devices": 2, "num_nodes": 2}
+    config = run_config(tmp_path, cluster=cluster)
     evaluation = evaluate(read_problem(config), plan_of(config))
     plain = needs_of_ranks(config, evaluation)
     assert [each.host_bytes for each in plain] == list(evaluation.result.peak_memory_bytes)
     assert MemoryNeeds.largest(plain).host_bytes == max(evaluation.result.peak_memory_bytes)
-    config = run_config(tmp_path, two, cluster__num_nodes=2, train__failures={"copy_every": 1})
-    with_copies = needs_of_ranks(config, evaluation)
+    with_copies = needs_of_ranks(run_config(tmp_path, cluster=cluster, train__failures={"copy_every": 1}), evaluation)
     static = [evaluation.costs.static_by_kind(rank) for rank in range(len(plain))]
     more = [4 * (kinds["weights"] + kinds["moments"]) for kinds in static]
     assert [b.host_bytes - a.host_bytes for a, b in zip(plain, with_copies, strict=True)] == more

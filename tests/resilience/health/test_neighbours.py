@@ -77,8 +77,13 @@ def add_wrongly(total: torch.Tensor) -> None:
 def test_a_sound_node_is_fit_after_one_sum() -> None:
     store = FullStore()
     with ExitStack() as stack:
-        candidate, neighbour = Node(store, stack), Node(store, stack)
-        assert outcome_of(candidate, lambda: [neighbour.answer(node) for node in (0,)] and neighbour.answer(1)) is None
+        candidate, first, second = Node(store, stack), Node(store, stack), Node(store, stack)
+
+        def answers() -> None:
+            first.answer(0)
+            second.answer(1)
+
+        assert outcome_of(candidate, answers) is None
     assert {name for name in store.values if name.startswith("tri")} == {key("trial", 0), key("tried", 0)}
 
 
@@ -129,8 +134,13 @@ def test_a_candidate_that_nobody_reaches_is_refused(monkeypatch: pytest.MonkeyPa
     with ExitStack() as stack:
         with mock.patch.object(trial_process, "open_meeting_place", open_elsewhere):
             candidate = Node(store, stack)
-        neighbour = Node(store, stack)
-        told = outcome_of(candidate, lambda: [neighbour.answer(0), neighbour.answer(1)])
+        first, second = Node(store, stack), Node(store, stack)
+
+        def answers() -> None:
+            first.answer(0)
+            second.answer(1)
+
+        told = outcome_of(candidate, answers)
     assert told is not None
     assert told.startswith("it could not sum with a node that trains (node 0: ")
     assert "Error" in told
