@@ -1,4 +1,4 @@
-"""A wrong clock is told, and keeps nobody out."""
+"""A wrong clock is reported, and keeps no node out."""
 
 import json
 import time

@@ -1,7 +1,7 @@
 """Compares this machine's clock with the store's.
 
 The clock stamps the lines of `failures.jsonl` and decides nothing: leases, silence and patience are measured by
-monotonic clocks, and checkpoints are ordered by step. So a node whose clock is wrong takes part, and it is told.
+monotonic clocks, and checkpoints are ordered by step. So a node whose clock is wrong takes part, and the error is reported.
 
 The time that the question takes widens the interval in which the difference lies; a busy machine therefore raises no
 false alarm.
@@ -12,9 +12,9 @@ import time
 from motet.resilience.store.store import Store
 
 LARGEST_ERROR_S = 5.0
-"""Difference from which on it is told."""
+"""Largest difference that is not reported."""
 RESOLUTION_S = 1.0
-"""etcd tells whole seconds."""
+"""etcd answers in whole seconds."""
 
 
 def clock_error(store: Store) -> str | None:
