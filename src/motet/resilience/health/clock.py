@@ -1,7 +1,7 @@
 """Compares this machine's clock with the store's.
 
 The clock stamps the lines of `failures.jsonl` and decides nothing: leases, silence and patience are measured by
-monotonic clocks, and checkpoints are ordered by step. So a node whose clock is wrong takes part, and the error is reported.
+monotonic clocks, and checkpoints are ordered by step. So a node with a wrong clock takes part, and that is reported.
 
 The time that the question takes widens the interval in which the difference lies; a busy machine therefore raises no
 false alarm.

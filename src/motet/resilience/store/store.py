@@ -47,7 +47,7 @@ class Store(Protocol):
         """From now on, `sync` gives signs of life of the node."""
 
     def time(self) -> float:
-        """Returns seconds since the epoch by the clock of the store's machine, possibly rounded down to whole seconds."""
+        """Returns seconds since the epoch by the clock of the store's machine, which may be cut to whole seconds."""
 
     def close(self) -> None: ...
 
