@@ -97,11 +97,11 @@ class NodeAgent:
     _met_in: int = 0
     """The newest generation whose processes know where to meet."""
     _unwritten: dict[str, str] = field(default_factory=dict)
-    """What the store has not taken yet."""
+    """Values that the store has not taken yet, by key."""
     _away_since: float | None = None
-    """Since when the store has been away."""
+    """When the store stopped answering."""
     _needed_since: float | None = None
-    """Since when, in this time, the node has waited for it."""
+    """When this node began to need the store while it was away."""
     _is_interrupted: bool = False
     """Whether a process waits for the next membership, as this one has ended there."""
     _end_reason: str | None = None

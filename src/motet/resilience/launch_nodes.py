@@ -95,8 +95,8 @@ def _client(
     replaces: bool = False,
     is_patient: bool = False,
 ) -> Store:
-    """A client of the store. `is_new`: a training begins there. `replaces`: after one of this process's. `is_patient`:
-    it waits longer than the others."""
+    """Connects to the store. `is_new`: a training begins there. `replaces`: this process had a training there that has
+    ended. `is_patient`: waits twice as long for an answer."""
     if isinstance(address, EtcdAddress):
         return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new, replaces=replaces, check=check_record)
     return EmbeddedStore(address, secret, (1 + is_patient) * store_timeout_s(detect_s))

@@ -100,10 +100,10 @@ class _Report:
     settled_steps: int = -1
     is_saving: bool = False
     is_writer: bool = False
-    """Whether it has written the metrics of all steps but the one in which it is."""
+    """Whether it has written the metrics of all steps before the present one."""
     gradients_are_complete: bool = False
     was_out: bool = False
-    """It had no part in a membership since then, so others may have gone on without it."""
+    """Whether it was left out of a membership since then, in which others may have continued without it."""
 
 
 class TrainingProcess:
