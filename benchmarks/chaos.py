@@ -104,9 +104,11 @@ def _report_wild(trials: list[dict[str, Any]], name: str, note: str) -> None:
     told = ", ".join(f"{phase} {number}" for phase, number in phases.most_common())
     report.add(f"Phase of the node that was drawn, also where a server or launcher was hit: {told}.")
     joins, workers = (sum(trial["trial"][key] for trial in trials) for key in ("joins", "has_workers"))
+    joined = sum(trial["joined"] for trial in trials)
     report.add(
-        f"A node that joined after the first loss, after a sum with a member: {joins} trials. Processes that prepare "
-        f"samples and hand them over in shared memory: {workers}."
+        f"A node that came after the first loss: {joins} trials. In {joined} of them it summed with a member and was "
+        "counted in before the training was over; none was refused. Processes that prepare samples and hand them over "
+        f"in shared memory: {workers} trials."
     )
     report.write()
 

@@ -144,6 +144,8 @@ class WildOutcome:
     survives: bool
     went_on: bool
     """Without a checkpoint."""
+    joined: bool
+    """Whether a node that came later was counted in."""
     max_loss_error: float
     seconds: float
 
@@ -211,13 +213,17 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     assert error <= LARGEST_ERROR, (trial, error, log)
     assert seen == ids, (trial, log)
+    changes = {(change["kind"], change["how"]) for line in log for change in line["changes"]}
+    assert not {kind for kind, _ in changes} & {"refused", "clock"}, (trial, log)
+    joined = any(kind == "joined" for kind, _ in changes)
     went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
     lives = survives(trial, fired, plan)
     store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
     if lives and not store_was_lost:
         assert went_on, (trial, fired, log)
     assert (result is None) == any(kill.how in OF_LAUNCHERS for kill in fired), (trial, log)
-    return WildOutcome(trial, tuple(f"{kill.how} in {kill.phase}" for kill in fired), lives, went_on, error, seconds)
+    killed = tuple(f"{kill.how} in {kill.phase}" for kill in fired)
+    return WildOutcome(trial, killed, lives, went_on, joined, error, seconds)
 
 
 def train_apart(

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from math import ceil
@@ -72,7 +71,6 @@ def _run(request: dict[str, Any], pipe: Connection, parent: int) -> None:
             store = dist.TCPStore(*request["address"], is_master=False, timeout=timedelta(seconds=CONNECT_S))
         tell(failure=sum_of_two(0 if request["do"] == "open" else 1, store))
     except Exception as error:
-        traceback.print_exc()
         tell(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if request["do"] == "open":
         signal.pause()  # The other one may still read; the agent ends this process.
