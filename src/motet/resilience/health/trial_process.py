@@ -68,7 +68,8 @@ def _run(request: dict[str, Any], pipe: Connection, parent: int) -> None:
             store, port = open_meeting_place(request["host"])
             tell(port=port)
         else:
-            store = dist.TCPStore(*request["address"], is_master=False, timeout=timedelta(seconds=CONNECT_S))
+            host, port = request["address"]
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
         tell(failure=sum_of_two(0 if request["do"] == "open" else 1, store))
     except Exception as error:
         tell(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
