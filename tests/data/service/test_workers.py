@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +143,15 @@ def test_shared_memory_is_that_of_other_processes_too() -> None:
     child.start()
     child.join()
     assert shared.sum() == 990 * 7
+
+
+def test_a_worker_that_is_killed_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are handed over at a socket."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = set(multiprocessing.active_children())
+    with workers(1) as opened:
+        [worker] = set(multiprocessing.active_children()) - others
+        list(opened.answers(tickets(6)))
+        worker.kill()
+        worker.join()
+        assert [*tmp_path.iterdir()] == []

@@ -4,7 +4,8 @@ The standard library's process pool is forked, so workers have the data sets as 
 again. Messages through the pool's pipe have at most `select.PIPE_BUF` bytes, which the kernel writes atomically: a
 worker that is killed in the middle of a longer message would block its reader forever. The answers themselves are in
 shared memory: small ones in slots that all workers have from the start, large tensors in memory of their own (torch's,
-which is freed with its last user).
+which is freed with its last user). Its descriptors are handed over at a socket of each worker, which has no file where
+the system allows that: a worker that is killed would leave the file and its temporary folder behind.
 
 Limits: a pool that loses one worker restarts all of them; torch's shared memory is /dev/shm, which containers often
 make small.
@@ -14,6 +15,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import threading
 import traceback
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import connection, util
 
 import numpy as np
 import torch
@@ -256,7 +259,15 @@ def _begin(preparer: Preparer, slots: mmap.mmap) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles the terminal's interrupt.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ends a broken pool; the main process may have a handler.
     torch.set_num_threads(1)  # A pool of threads does not survive the fork.
+    if util.abstract_sockets_supported:
+        connection.arbitrary_address = _address_without_file  # type: ignore[attr-defined]
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _address_without_file(family: str) -> str:
+    """Address at which the standard library lets a process listen that hands descriptors over; who connects proves that
+    it knows the key of these processes."""
+    return f"\0motet-{secrets.token_hex(16)}"
 
 
 def _end_with_parent() -> None:
