@@ -269,7 +269,7 @@ def train(
     # Under torchrun, the first rank claims the folder for all.
     with claimed_output(config.train) if is_first_process() else nullcontext(Path(config.train.output)) as output:
         if config.train.failures is not None:
-            result = _train_on_nodes(config, problem, plan, listen, store)
+            result = _train_on_nodes(config, evaluation, plan, listen, store)
         else:
             from motet.runtime.launch import launch
             from motet.runtime.training.worker import train_worker
@@ -543,7 +543,7 @@ def _processes_of(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 def _train_on_nodes(
     config: RunConfig,
-    problem: "PlanningProblem",
+    evaluation: "Evaluation",
     plan: Plan,
     listen: "StoreAddress | None",
     store: "EtcdAddress | None",
@@ -565,16 +565,21 @@ def _train_on_nodes(
             f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "
             f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
         )
+    from motet.resilience.health.free_memory import MemoryNeeds, check_this_machine, needs_of_ranks
     from motet.resilience.launch_nodes import train_on_nodes
 
+    needs = needs_of_ranks(config, evaluation)
+    if listen is None:
+        check_this_machine(needs)
     return train_on_nodes(
         config,
         plan,
-        templates_of(problem),
+        templates_of(evaluation.problem),
         num_nodes=cluster.num_nodes,
         node_size=cluster.num_devices // cluster.num_nodes,
         listen=listen,
         store=store,
+        needs=MemoryNeeds.largest(needs),
     )
 
 

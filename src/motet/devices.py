@@ -109,6 +109,11 @@ def memory_bytes(device: torch.device) -> int:
     return cast(int, device_module(device).mem_get_info(device)[1])
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes of the accelerator that no program holds."""
+    return cast(int, device_module(device).mem_get_info(device)[0])
+
+
 def device_name(device: torch.device) -> str:
     """The maker's name of the accelerator."""
     return str(device_module(device).get_device_name(device))
