@@ -332,7 +332,10 @@ def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
         seconds = modules.batch_s(name, size, alone=size.num_replicas == num_shares)
         holders = np.full(len(seconds[0]), size.num_holders(max(size.tp)))
         columns.append((holders, *seconds, heads[name], tails[name]))
-    return _Layers(*map(np.concatenate, zip(*columns, strict=True)), crowd=crowd)
+    holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s = map(
+        np.concatenate, zip(*columns, strict=True)
+    )
+    return _Layers(holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s, crowd)
 
 
 def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats], _Crowd]:
