@@ -14,7 +14,7 @@ from split_backwards import split_at_random
 from motet.assignment.batch_assignment import contiguous_assignment
 from motet.schedule import program
 from motet.schedule.action import Kind
-from motet.schedule.generators import CONTRASTING, GENERATORS
+from motet.schedule.generators import CONTRASTING, GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.routes import derive_routes
 
 CHAIN = Scenario(llm_pp=2, llm_cuts=(2,), frozen="audio", items="half", num_microbatches=5)
@@ -26,6 +26,7 @@ PLANS = {
     "interleaved_1f1b_adjusted": ROUND,
     "zero_bubble_v": THERE_AND_BACK,
     "bubble_filling": SHARED,
+    "critical_path": SHARED,
     "dip": SHARED,
 }
 """By schedule, where it is not a chain of ranks with encoders beside."""
@@ -52,7 +53,7 @@ def test_every_schedule_is_another_one_on_its_plan() -> None:
         ranks = generate(routes).ranks
         assert (ranks == GENERATORS["1f1b"](routes).ranks) == (name == "1f1b"), name
         kinds[name] = {action.kind for actions in ranks for action in actions}
-    assert {name for name, found in kinds.items() if Kind.WEIGHT in found} == {n for n in kinds if "zero_bubble" in n}
+    assert {name for name, found in kinds.items() if Kind.WEIGHT in found} == SPLIT_BACKWARDS
 
 
 @pytest.mark.parametrize(
