@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.config import RunConfig, chosen_run, load_run_config, phases_of
-from motet.environment import set_environment
+from motet.environment import is_first_process, set_environment
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
@@ -267,8 +267,7 @@ def train(
     config = _as_planned(config, plan)
 
     # Under torchrun, the first rank claims the folder for all.
-    claims = os.environ.get("RANK", "0") == "0"
-    with claimed_output(config.train) if claims else nullcontext(Path(config.train.output)) as output:
+    with claimed_output(config.train) if is_first_process() else nullcontext(Path(config.train.output)) as output:
         if config.train.failures is not None:
             result = _train_on_nodes(config, evaluation, plan, listen, store)
         else:
@@ -444,7 +443,7 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
         with ProcessPoolExecutor(1, get_context("fork")) as process:
             return process.submit(_ask_servers, config, most).result()
     train = open_samples(config)
-    if most is None and os.environ.get("RANK", "0") == "0":  # They are told once.
+    if most is None and is_first_process():  # They are told once.
         for note in train.notes:
             print(f"motet: {note}", file=sys.stderr)
     skips = getattr(config.data, "on_corrupt", "stop") == "skip"

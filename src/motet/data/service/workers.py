@@ -31,7 +31,7 @@ from motet.assignment.sample import Sample
 from motet.data.preparation import Dataset
 from motet.data.service.shared_segments import Segment, SegmentName, SegmentReceiver, new_segment, send_segment
 from motet.data.service.tensor_buffer import Allocate, Header, TensorBuffer, in_own_memory, pack, unpack
-from motet.data.service.tickets import Corrupt, Split, Ticket
+from motet.data.service.tickets import Corrupt, Split, Ticket, stop_at_corrupt
 from motet.errors import UserError
 
 MAX_ATTEMPTS = 5
@@ -333,9 +333,7 @@ class LocalProducer:
             assert isinstance(answer, list)
             samples += answer
         if not self.may_skip:
-            for sample in samples:
-                if isinstance(sample, Corrupt):
-                    raise UserError(sample.message)
+            stop_at_corrupt(samples)
         return samples
 
     def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:
