@@ -13,6 +13,7 @@ from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.cluster.rank_placement import on_nodes
 from motet.costs.cells import LayerGradients
+from motet.costs.communication import with_measured_links
 from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
@@ -307,7 +308,7 @@ class PlanningProblem:
             trainable={name: module.trainable_layers for name, module in self.modules.items()},
             edges=self.edges,
             table=self.table,
-            cluster=self.cluster,
+            cluster=with_measured_links(self.cluster, self.table),
             memory=self.memory,
             samples=self.samples,
             num_microbatches=self.num_microbatches,

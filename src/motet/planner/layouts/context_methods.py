@@ -26,13 +26,19 @@ def _traded(problem: PlanningProblem, name: str, module: ModulePlan, within_node
     stages = [stage for replica in module.replicas for stage in replica.stages if stage.cp_size > 1]
     if not stages or "ulysses" not in SHOWN_EQUAL.get(problem.all_modules[name].workload.family, ()):
         return module
-    ranks = stages[0].ranks[:: stages[0].tp_size]
-    on_first_node = sum(problem.cluster.node(rank) == problem.cluster.node(ranks[0]) for rank in ranks)
-    context = replace(module.context, method="ulysses")
-    if within_nodes:
-        context = replace(module.context, method="hybrid", ulysses_size=on_first_node)
-    changed = replace(module, context=context)
-    return changed if _num_traders(context, changed, problem, name) > 1 else module
+    if not within_nodes:
+        contexts = [replace(module.context, method="ulysses")]
+    else:
+        ranks = stages[0].ranks[:: stages[0].tp_size]
+        on_first_node = sum(problem.cluster.node(rank) == problem.cluster.node(ranks[0]) for rank in ranks)
+        # As many traders as heads allow, and with each only those of one node.
+        sizes = [size for size in range(on_first_node, 1, -1) if on_first_node % size == 0]
+        contexts = [replace(module.context, method="hybrid", ulysses_size=size) for size in sizes]
+    for context in contexts:
+        changed = replace(module, context=context)
+        if _num_traders(context, changed, problem, name) > 1:
+            return changed
+    return module
 
 
 def _num_traders(context: ContextOptions, module: ModulePlan, problem: PlanningProblem, name: str) -> int:
