@@ -22,6 +22,7 @@ from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, language_model_config
 from motet.cluster import cpu_cluster
 from motet.config import RunConfig
+from motet.costs.analytic import analytic_table
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
 from motet.planner.layouts.layout import explicit_plan
@@ -106,7 +107,10 @@ def measure(
 
 def plans_of(family: str, config: RunConfig, batch: SyntheticBatch, num_microbatches: int) -> dict[str, Plan]:
     """The plans of all layouts that the family has."""
-    problem = replace(planning_problem(config, batch.samples), cluster=cpu_cluster(2))
+    cluster = cpu_cluster(2)
+    problem = planning_problem(config, batch.samples)
+    table = analytic_table({LLM: problem.modules[LLM].workload}, cluster, tp_sizes=(1, 2))
+    problem = replace(problem, cluster=cluster, table=table)
     return {
         name: explicit_plan(replace(problem, num_microbatches=num_microbatches // degrees.dp), {LLM: degrees})
         for name, degrees in LAYOUTS.items()

@@ -103,6 +103,8 @@ class Model:
     """Samples of several lengths, so that the fit tells tokens from pairs."""
     num_microbatches: int
     """Of all replicas together."""
+    profiled_sizes: tuple[int, ...]
+    """Samples of a profiled microbatch."""
     tp_sizes: tuple[int, ...] = (1,)
 
 
@@ -111,7 +113,7 @@ def models(num_blocks: int, width: int) -> dict[str, Model]:
     long = llama_config(num_blocks=max(2, num_blocks // 2), width=width // 2, num_samples=4, num_microbatches=4)
     experts = language_model_config(
         "MixtralConfig",
-        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": width},
         num_blocks=max(2, num_blocks // 2),
         width=width // 2,
         num_samples=16,
@@ -133,6 +135,7 @@ def _model(
         SyntheticBatch(config, num_samples=num_samples, num_text_tokens=length),
         SyntheticBatch(config, num_samples=num_samples, num_text_tokens=(length // 2, length)),
         num_microbatches,
+        (max(1, num_samples // num_microbatches // 2), max(2, num_samples // num_microbatches)),
         tp_sizes,
     )
 
@@ -192,7 +195,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps of one block")
     parser.add_argument("--layers", type=int, default=6, help="blocks of the dense model; the others have half of them")
     parser.add_argument("--width", type=int, default=256, help="of the dense model; the others have half of it")
-    parser.add_argument("--repetitions", type=int, default=9, help="of the profiler")
+    parser.add_argument("--repetitions", type=int, default=7, help="of the profiler")
     parser.add_argument("--only", default="", help="alternatives whose names begin so")
     return parser.parse_args(arguments)
 
@@ -210,8 +213,8 @@ def main(arguments: list[str] | None = None) -> Report:
         for model in dict.fromkeys(each.model for each in chosen.values()):
             costs = Path(folder) / "costs.json"
             options = ProfileOptions(
-                microbatch_sizes=(1, 2, 4),
-                num_microbatches=6,
+                microbatch_sizes=known[model].profiled_sizes,
+                num_microbatches=4,
                 repetitions=args.repetitions,
                 max_seconds=15.0,
                 tp_sizes=known[model].tp_sizes,
