@@ -31,6 +31,8 @@ from motet.shapes.module_shape import LayerShape, ModuleWorkload
 LOG_SUM_EXP_BYTES = 4
 HEAD_GROUPS = 2
 """Portions in which all-gather context parallelism gets keys and values (`ContextParallel.head_groups`)."""
+SUM_BYTES = 3 * 4
+"""Bytes that go through memory for each value of a sum of two tensors in float32."""
 EXPERT_IMBALANCE = 1.25
 """Rows of the busiest rank of an expert-parallel group over the mean, which balanced training stays below."""
 
@@ -471,12 +473,17 @@ def key_exchange(
     Queries, keys, values and results are traded for heads among some ranks, and keys and values gathered, or passed
     around a ring, among those with the same heads; `context` says among how many. A backward trades as much, and gets
     keys and values once more before their gradients return in the same way. `key_overlaps` says what of it computation
-    hides."""
+    hides. In a ring, the results for each member's keys, or the gradients of queries, are added up in float32."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
     traders = context.num_traders(stage.cp_size)
     passed = _key_pass(layer, stage, context, cluster, memory).times(2 if backward else 1)
+    if context.method in ("ring", "hybrid"):
+        num_sums = stage.cp_size // traders - 1
+        moved = SUM_BYTES * attention.num_heads * attention.head_dim / stage.tp_size
+        bytes_per_s = cluster.device.memory_bytes_per_s * cluster.device.memory_efficiency
+        passed = passed.plus(Quadratic(per_token=num_sums * moved / bytes_per_s))
     if traders == 1:
         return passed
     terms = collective_terms(cluster, "all_to_all", stage.ranks[:: stage.tp_size][:traders])

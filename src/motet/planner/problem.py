@@ -142,9 +142,9 @@ class PlanningProblem:
     """A typical global batch."""
     num_microbatches: int
     """Per replica."""
-    shares_experts: bool = False
-    """Whether as many ranks as can be share a mixture's experts in searched layouts, and may in plans that bounds are
-    for."""
+    max_ep: int = 1
+    """The most ranks that may share a mixture's experts: in searched layouts as many of them as can do, and in plans
+    that bounds are for they may. 1: none share."""
     query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
     """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
     among `modules`, and their edges not among `edges`: no planner has to place them."""
@@ -174,6 +174,8 @@ class PlanningProblem:
     may_share_parameters: bool = True
     """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
     lost."""
+    may_share_experts: bool = True
+    """Whether planners may distribute experts over ranks; they may not where one may be lost."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None
