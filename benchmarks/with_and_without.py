@@ -3,7 +3,8 @@ mechanism and without, on two processes that compute.
 
 Costs are profiled before anything is run: of each model one table. Then all alternatives take turns, each a whole
 training step with its optimizer. A ratio is the seconds with the mechanism over those without. Of LoRA, seconds of
-forwards and backwards are compared too: the sums of both ranks' actions in measured and simulated timelines.
+forwards and backwards are compared too: the sums of both ranks' actions in measured and simulated timelines. Long
+samples have motet's own attention under every layout, as context parallelism has: on CPUs it is slower than torch's.
 
 Not here: messages in shares of rows need two tensor-parallel groups, so four processes (`message_bytes.py` counts
 their bytes).
@@ -25,7 +26,7 @@ import torch
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.profiling import measure_costs, problem_with
 from benchmarks.reporting import Report
-from benchmarks.workloads import SyntheticBatch, language_model_config, llama_config, with_lora
+from benchmarks.workloads import SyntheticBatch, language_model_config, llama_config, with_lora, with_own_attention
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.plan import ContextOptions, Plan
@@ -122,20 +123,27 @@ def models(num_blocks: int, width: int) -> dict[str, Model]:
     return {
         "dense": _model(dense, 16, 64, num_microbatches=4),
         "dense, LoRA": _model(with_lora(dense, rank=8), 16, 64, num_microbatches=4),
-        "long": _model(long, 4, 1024, num_microbatches=4),
+        # Of a single sample, dense attention over the row is that of the sample.
+        "long": _model(with_own_attention(long), 4, 1024, num_microbatches=4, profiled_sizes=(1,)),
         "experts": _model(experts, 16, 128, num_microbatches=4, tp_sizes=(1, 2)),
     }
 
 
 def _model(
-    config: RunConfig, num_samples: int, length: int, *, num_microbatches: int, tp_sizes: tuple[int, ...] = (1,)
+    config: RunConfig,
+    num_samples: int,
+    length: int,
+    *,
+    num_microbatches: int,
+    profiled_sizes: tuple[int, ...] = (2, 4),
+    tp_sizes: tuple[int, ...] = (1,),
 ) -> Model:
     return Model(
         config,
         SyntheticBatch(config, num_samples=num_samples, num_text_tokens=length),
         SyntheticBatch(config, num_samples=num_samples, num_text_tokens=(length // 2, length)),
         num_microbatches,
-        (max(1, num_samples // num_microbatches // 2), max(2, num_samples // num_microbatches)),
+        profiled_sizes,
         tp_sizes,
     )
 
@@ -265,9 +273,8 @@ def main(arguments: list[str] | None = None) -> Report:
         sign = ("same" if agrees else "other") if has_sign else "none: quartiles around 1"
         rows.append((mechanism, given, other, f"{foreseen:.3f}", measured.text(1, 3), f"{error:+.1%}", sign))
     report.table(("mechanism", "with", "without", "predicted", "measured", "error", "sign"), rows)
-    report.goal(
-        f"every ratio within {TOLERANCE:.0%} of the measured one and of its sign", not num_wrong, f"{num_wrong} miss it"
-    )
+    goal = f"every ratio within {TOLERANCE:.0%} of the measured one and of its sign"
+    report.goal(goal, bool(rows) and not num_wrong, f"{num_wrong} of {len(rows)} miss it")
     if passes:
         report.add("## Forwards and backwards of both ranks")
         report.add("Predicted and measured milliseconds (median), and their ratio.")

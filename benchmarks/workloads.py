@@ -76,6 +76,13 @@ def with_lora(config: RunConfig, *, rank: int) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
+def with_own_attention(config: RunConfig) -> RunConfig:
+    """Samples of a microbatch are packed, and motet's own attention computes them."""
+    values = config.model_dump(exclude_unset=True)
+    values["parallel"] |= {"packing": True, "packed_attention": "motet"}
+    return RunConfig.model_validate(values)
+
+
 def vlm_config(
     *,
     num_vision_blocks: int,
