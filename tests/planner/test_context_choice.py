@@ -13,8 +13,10 @@ from motet.cluster import cluster_from_dict
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
+from motet.costs.stage_seconds import HEAD_GROUPS
 from motet.errors import UserError
 from motet.families.shape_reading.module_shapes import module_workload
+from motet.parallel.context.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
@@ -84,6 +86,18 @@ def test_the_exchange_of_keys_is_the_one_that_is_waited_for_least(num_key_value_
         for variant in (gathered, *context_variants(problem, gathered))
     }
     assert min(seconds, key=seconds.__getitem__) == method
+
+
+def test_costs_know_the_portions_in_which_keys_are_gathered():
+    assert HEAD_GROUPS == ContextParallel.head_groups
+
+
+def test_traders_are_as_many_as_heads_allow():
+    """Two heads of keys, on a node of four."""
+    problem = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
+    plan = layout_plan(problem, next(iter(own_layouts(problem, ("1f1b",)))))
+    contexts = [variant.modules[LM].context for variant in context_variants(problem, plan)]
+    assert [(context.method, context.ulysses_size) for context in contexts] == [("hybrid", 2), ("ring", 2)]
 
 
 def test_hybrid_plans_trade_within_nodes():

@@ -142,7 +142,8 @@ class IterationCosts:
     def group_communication_s(self, action: Compute) -> float:
         """The part of `compute_s` in which the stage's ranks exchange tensors, computed from the links."""
         number = self.routes.number_of_cell[action.cell]
-        return min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action))
+        # What is wholly hidden may be a rounding error below zero.
+        return max(0.0, min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action)))
 
     @cached_property
     def _exchanging(self) -> list[list[float]]:
