@@ -89,7 +89,7 @@ def test_the_exchange_of_keys_is_the_one_that_is_waited_for_least(num_key_value_
 
 
 def test_costs_know_the_portions_in_which_keys_are_gathered():
-    assert HEAD_GROUPS == ContextParallel.head_groups
+    assert ContextParallel.head_groups == HEAD_GROUPS
 
 
 def test_traders_are_as_many_as_heads_allow():
