@@ -32,7 +32,7 @@ def _changed(
 ) -> ModulePlan:
     """The module with the first of these contexts that it can have, or as it is."""
     stages = [stage for replica in module.replicas for stage in replica.stages if stage.cp_size > 1]
-    workload = problem.all_modules[name].workload
+    workload = problem.all_modules[module.data_module(name)].workload
     for context in contexts_of(problem, module, workload, stages[0]) if stages else ():
         if _is_possible(context, stages, workload):
             return replace(module, context=context)
