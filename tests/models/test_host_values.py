@@ -94,16 +94,17 @@ def test_a_function_computes_on_the_host_if_all_that_it_gets_is_known_there():
     on_accelerator(work)
 
 
-WITHOUT_WAITS = ("internvl", "llava_onevision", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni_thinker")
-WAITING = {"smolvlm": 6}
-"""Which of an image's parts are padding, SmolVLM finds out from its pixels."""
+OTHERS = (
+    *("gemma3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni_thinker", "smolvlm"),
+    "voxtral",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
         ("qwen3_vl", 1),
-        *in_campaigns((name, 1) for name in (*WITHOUT_WAITS, *WAITING)),
+        *in_campaigns((name, 1) for name in OTHERS),
         *in_campaigns([("qwen3_vl", 2)]),
     ],
 )
@@ -130,7 +131,7 @@ def test_whole_multimodal_models_compute_as_on_a_cpu_and_the_host_does_not_wait(
                         engine.model.clip_gradients(started.gradient_norm, 1e9)
                     loss = started.read().loss
                 results.append((loss, collect_gradients(engine.model)))
-        assert found.total() == WAITING.get(name, 0), found
+        assert not found, found
         (expected_loss, expected), (loss, gradients) = results
         assert loss == pytest.approx(expected_loss, rel=1e-10)
         assert (gradients is None) == (expected is None) == (rank > 0)

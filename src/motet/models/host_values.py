@@ -63,6 +63,8 @@ class HostValues(Tensor):
             return target.type == "cuda"
         if func is Tensor.to:
             return _moved(*args, **kwargs)
+        if func is Tensor.cuda:
+            return args[0].clone()  # Already there, as far as a model can tell.
         if func is Tensor.cpu:
             return args[0].on_host().clone()
         if func in FILLED_LATER or any(has_own_memory(tensor.device) for tensor in tensors if _is_plain(tensor)):
@@ -94,6 +96,8 @@ class _Knowing(TorchFunctionMode):
         of_numbers = func in MAKING and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
         if of_numbers and self._is_target(kwargs.get("device")):
             return self._there(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+        if func is Tensor.cuda and _is_plain(args[0]) and not has_own_memory(args[0].device):
+            return self._there(args[0].clone())
         if func is Tensor.to and _is_plain(args[0]) and not has_own_memory(args[0].device):
             device, dtype = _destination(*args[1:], **kwargs)
             if self._is_target(device):
