@@ -6,17 +6,18 @@ on the host as long as they meet nothing that is there. Where they do, a copy go
 nobody waits. `values_known` does the same for what a forward makes of Python's numbers, or moves to the device itself.
 
 Limits: functions of autograd and vmap do not see what such a tensor is. To them it is one on the host, which a device
-refuses.
+refuses. transformers makes masks of models' own rules under vmap; here it gives the rule indices that broadcast.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import masking_utils
 
 from motet.devices import has_own_memory, to_device
 
@@ -136,6 +137,31 @@ def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
         return tree_map(lambda leaf: HostValues.of(leaf, target) if isinstance(leaf, Tensor) else leaf, made)
 
     return call
+
+
+_expand_by_vmap: Any = masking_utils._vmap_expansion_sdpa
+
+
+def _expand(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The mask of a rule for (sample, head, query, key), from the places in each of these dimensions."""
+
+    def mask(*places: Tensor) -> Tensor:
+        first = places[0]
+        if not isinstance(first, HostValues):
+            return cast(Tensor, _expand_by_vmap(rule)(*places))
+        sizes = [len(own) for own in places]
+        with torch._C.DisableTorchFunction():  # transformers' indices are made for vmap.
+            spread = [
+                to_device(own.as_subclass(Tensor), first.target).view([-1 if i == axis else 1 for i in range(4)])
+                for axis, own in enumerate(places)
+            ]
+            return rule(*spread).expand(sizes)
+
+    return mask
+
+
+# The module's functions find it by this name.
+masking_utils._vmap_expansion_sdpa = _expand
 
 
 def _on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device) -> Any:
