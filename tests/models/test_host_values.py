@@ -57,6 +57,12 @@ def test_a_forward_that_looks_at_values_gives_what_it_gives_on_a_cpu_and_the_hos
         below = torch.arange(4, device=device) < lengths[:, None]
         found.append(embedded[below])
         found.append(embedded[:, torch.arange(start=1, end=3, device=device)])
+        whole = image.unsqueeze(-1).expand_as(embedded)
+        found += [embedded[whole], embedded.masked_fill(whole, 2.0)]
+        found.append(
+            embedded + torch.arange(3, device="cpu").cuda() if device.type == "gpu" else embedded + torch.arange(3)
+        )
+        found.append(embedded + (lengths.cuda() if device.type == "gpu" else lengths)[:, None, None])
         return found
 
     def work(rank: int, device: torch.device) -> None:

@@ -211,7 +211,8 @@ def test_bfloat16_equals_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where nobody has made the interpreter know bfloat16."""
     prepare()
     monkeypatch.setattr("motet.runtime.assembly.check_kernels", lambda config, plan, device: None)
-    check(Scenario(llm_pp=2, placement="colocated", kernels="liger", dtype="bfloat16"), tolerance=2.0**-8)
+    scenario = Scenario(items="none", num_samples=2, llm_pp=2, placement="colocated", kernels="liger", dtype="bfloat16")
+    check(scenario, tolerance=2.0**-8)
 
 
 @pytest.mark.campaign

@@ -81,7 +81,7 @@ def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> 
                 add_adapters(node.parts["module"], *node.running_blocks, node.adapters)
             if config.train.linears == "float8":
                 path, num_blocks = node.running_blocks
-                blocks = node.parts["module"].get_submodule(path)
+                blocks = list(node.parts["module"].get_submodule(path).children())
                 use_float8_linears(blocks[:num_blocks], torch.device("cpu"))
         return nodes
     hf_config = read_composite_config(config.model.composite)

@@ -64,6 +64,8 @@ class HostValues(Tensor):
             return target.type == "cuda"
         if func is Tensor.to:
             return _moved(*args, **kwargs)
+        if func is Tensor.expand_as and isinstance(args[0], HostValues):  # Of the other, its shape is enough.
+            return args[0].expand(args[1].shape)
         if func is Tensor.cuda:
             return args[0].clone()  # Already there, as far as a model can tell.
         if func is Tensor.cpu:
@@ -168,6 +170,10 @@ def _on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     """Calls the function with copies of what is on the host."""
     if func in REPEATING and len(args) > 1 and isinstance(args[1], HostValues):
         kwargs = {"output_size": int(args[1].on_host().sum()), **kwargs}
+    if func is Tensor.__getitem__ and isinstance(args[1], HostValues):
+        mask = _on_host(args[1])
+        if (rows := _without_expanded(mask)).dim() < mask.dim() and mask.dtype == torch.bool:
+            return _on_device(func, (args[0], HostValues.of(rows, target)), kwargs, target).flatten()
     if func in INDEXING:
         args = (args[0], _index(args[1]), *args[2:])
     move = _mover(target, func in INDEXING)
@@ -180,9 +186,20 @@ def _mover(target: torch.device, moves_all: bool) -> Callable[[Any], Any]:
             return leaf
         own = _on_host(leaf)
         # Devices take one number of the host's along with their work.
-        return own if own.dim() == 0 else to_device(own, target)
+        if own.dim() == 0:
+            return own
+        rows = _without_expanded(own)
+        there = to_device(rows, target)
+        return there if rows is own else there[(..., *[None] * (own.dim() - rows.dim()))].expand(own.shape)
 
     return move
+
+
+def _without_expanded(values: Tensor) -> Tensor:
+    """The values without the last dimensions, along which they are all alike, if memory has them once."""
+    while values.dim() > 1 and values.shape[-1] > 1 and values.stride(-1) == 0:
+        values = values[..., 0]
+    return values
 
 
 def _index(index: Any) -> Any:
