@@ -159,7 +159,7 @@ def test_a_scale_for_all_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch
     ("scenario", "message"),
     [
         (Scenario(tp=2), "not supported with tp, which vision has"),
-        (Scenario(llm_pp=2, schedule="zero_bubble_h1"), "does not go with zero_bubble_h1"),
+        (Scenario(llm_pp=2, schedule="zero_bubble_h1"), "cannot be combined with zero_bubble_h1"),
         (Scenario(lora=("language_model",)), r"not supported with adapters \(lora\), which language_model has"),
         (Scenario(llm="mixtral"), "not supported with mixtures of experts, which language_model has"),
     ],
