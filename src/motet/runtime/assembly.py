@@ -117,8 +117,8 @@ def check_linears(config: RunConfig, plan: Plan, device: torch.device) -> None:
     """Raises `UserError` for what linear layers in float8 have not been shown equal with, and where they cannot run."""
     if plan.schedule in SPLIT_BACKWARDS:
         raise UserError(
-            f"train.linears: float8 cannot be combined with {plan.schedule}, which splits the backward of linear layers; "
-            "use parallel.schedule 1f1b, or leave linears out"
+            f"train.linears: float8 cannot be combined with {plan.schedule}, which splits the backward of linear "
+            "layers; use parallel.schedule 1f1b, or leave linears out"
         )
     if config.model.composite is not None:
         raise UserError("train.linears: float8 is not supported for whole multimodal models; leave it out")
