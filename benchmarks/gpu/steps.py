@@ -84,10 +84,10 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 90, on_device),
         Step("fused kernels", _tests("tests/parallel/test_fused_kernels.py", "-k", fused), 90, on_device),
-        Step("float8 linears", _tests("tests/parallel/test_float8_linears.py", "-k", float8), 60, on_device),
+        Step("float8 linears", _tests("tests/parallel/test_float8_linears.py", "-k", float8), 45, on_device),
         Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 150, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
-        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 165, alone=True),
     ]
 
 

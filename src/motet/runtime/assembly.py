@@ -134,6 +134,7 @@ def check_linears(config: RunConfig, plan: Plan, device: torch.device) -> None:
         refused = {
             "tp": any(stage.tp_size > 1 for stage in stages),
             "adapters (lora)": own.part.train.lora is not None,  # type: ignore[union-attr]
+            "encoders of your own": getattr(own.part, "module", None) is not None,
             "mixtures of experts": any(layer.num_expert_weights for layer in own.workload.layers),
         }
         for what in (what for what, is_given in refused.items() if is_given):
