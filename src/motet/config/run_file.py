@@ -212,6 +212,9 @@ class TrainConfig(Section):
     kernels: Literal["torch", "liger"] = "torch"
     """Kernels of root-mean-square norms, rotary positions and gated MLPs. `liger`: each is one kernel of the package
     liger-kernel (docs/gpu.md), which needs a GPU, and float32 or bfloat16."""
+    linears: Literal["torch", "float8"] = "torch"
+    """Linear layers of transformer blocks. `float8`: those that are trained multiply numbers of 8 bits, by the package
+    torchao (docs/gpu.md), which needs bfloat16 and a GPU of compute capability 9.0 (H100) or later. CPUs emulate it."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0
