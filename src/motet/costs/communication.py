@@ -88,6 +88,19 @@ def collective_seconds(cluster: Cluster, collective: Collective, ranks: Sequence
     return collective_terms(cluster, collective, ranks, num_bytes).seconds(num_bytes) if num_bytes else 0.0
 
 
+def gather_s_per_byte(cluster: Cluster, num_ranks: int, most_in_node: int) -> float:
+    """Least seconds per byte of an all-gather over so many ranks, wherever they are, but at most so many of them on a
+    node."""
+    if num_ranks < 2:
+        return 0.0
+    fastest = 0.0
+    # How the ranks are divided among nodes matters only by the most on a node, and by whether all nodes have as many.
+    for in_node in range(1, min(num_ranks, most_in_node) + 1):
+        ranks = [i // in_node * cluster.devices_per_node + i % in_node for i in range(num_ranks)]
+        fastest = max(fastest, collective_terms(cluster, "all_gather", ranks).bytes_per_s)
+    return 1 / fastest
+
+
 def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms:
     """Terms of a ring, which enters and leaves each node once, through a network card that parallel groups share."""
     per_node = Counter(cluster.node(rank) for rank in ranks)
