@@ -52,6 +52,38 @@ def llama_config(*, num_blocks: int, width: int, num_samples: int, num_microbatc
     )
 
 
+def language_model_config(
+    config_class: str,
+    values: dict[str, object],
+    *,
+    num_blocks: int,
+    width: int,
+    num_samples: int,
+    num_microbatches: int,
+) -> RunConfig:
+    """As `llama_config`, for another family. `values`: what its configuration has beyond Llama's, or in their place."""
+    dense = llama_config(
+        num_blocks=num_blocks, width=width, num_samples=num_samples, num_microbatches=num_microbatches
+    ).model_dump(exclude_unset=True)
+    part = dense["model"]["language_model"]
+    dense["model"]["language_model"] = {"config": config_class, "values": {**part["values"], **values}}
+    return RunConfig.model_validate(dense)
+
+
+def with_lora(config: RunConfig, *, rank: int) -> RunConfig:
+    """The language model's adapters are trained in place of its own weights."""
+    values = config.model_dump(exclude_unset=True)
+    values["model"]["language_model"]["train"] = {"lora": {"rank": rank, "alpha": 2.0 * rank}}
+    return RunConfig.model_validate(values)
+
+
+def with_own_attention(config: RunConfig) -> RunConfig:
+    """Samples of a microbatch are packed, and motet's own attention computes them."""
+    values = config.model_dump(exclude_unset=True)
+    values["parallel"] |= {"packing": True, "packed_attention": "motet"}
+    return RunConfig.model_validate(values)
+
+
 def vlm_config(
     *,
     num_vision_blocks: int,

@@ -284,14 +284,19 @@ class _Search:
         return min((e.iteration_time_s for e in self.evaluations if e.fits), default=inf)
 
     def _search_variants(self) -> None:
-        """Simulates the most promising chains of all variants."""
-        num_actions = 0
-        found = promising(self.problem, divisions, partial(chains_on, schedules=self.schedules))
+        """Simulates the most promising chains of all variants; of mixtures also with experts that ranks share."""
+        self._search_variants_of(self.problem)
+        if may_share_experts(self.problem):
+            self._search_variants_of(self.problem.with_options(max_ep=self.problem.cluster.devices_per_node))
+
+    def _search_variants_of(self, problem: PlanningProblem) -> None:
+        num_actions, num_before = 0, len(self.evaluations)
+        found = promising(problem, divisions, partial(chains_on, schedules=self.schedules))
         if found:
             self._progress(f"{len(found)} chains of layers under all options that are open")
         num_misfits = 0
         for each in found:
-            if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= MAX_VARIANTS:
+            if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= num_before + MAX_VARIANTS:
                 break
             if each.bound_s >= self._fastest_s() or (not each.fits and num_misfits >= NUM_MISFITS):
                 continue
@@ -343,9 +348,11 @@ class _Search:
                 known = self.evaluations
                 self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
             if may_share_experts(problem):
-                sharing = problem.with_options(shares_experts=True)
-                found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
-                self.add(found, "experts shared")
+                # Exchanges within a node are faster, those over all ranks save most memory.
+                for max_ep in sorted({problem.cluster.devices_per_node, problem.num_devices}):
+                    sharing = problem.with_options(max_ep=max_ep)
+                    found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
+                    self.add(found, "experts shared")
 
     def _improve(self) -> None:
         """Tries the best plans with shared parameters, sequence parallelism and other schedules."""
@@ -355,7 +362,7 @@ class _Search:
         )
         for each in _best(self.evaluations):
             variants = context_variants(each.problem, each.plan)
-            self.add([evaluate(each.problem, plan) for plan in variants], "tokens traded for heads")
+            self.add([evaluate(each.problem, plan) for plan in variants], "another exchange of keys")
         self.add(_rescheduled(_best(self.evaluations), self.schedules), "another schedule")
         best = min(self.evaluations, key=rank)
         self.add(_sequence_parallel(best), "sequence parallelism")
@@ -669,7 +676,7 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
 
 def may_share_experts(problem: PlanningProblem) -> bool:
     """Whether a module has experts that ranks can share, of a family that has been shown equal with it."""
-    return not problem.failures and any(
+    return problem.may_share_experts and any(
         module.workload.numbers_of_experts and SHOWN_EQUAL.get(module.workload.family, frozenset()) >= OF_EXPERTS
         for module in problem.modules.values()
     )
@@ -691,7 +698,7 @@ def _bound_of_choice(
     memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
     of each optimizer state."""
     if any(module.ep > 1 for module in chosen.modules.values()):
-        problem = problem.with_options(shares_experts=True)
+        problem = problem.with_options(max_ep=problem.num_devices)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         problem, gathers = _with_all_memory(problem), False
     bound_s = bound_of_all(problem, candidates, chosen, at_most_s, gathers=gathers)

@@ -101,7 +101,7 @@ class LayoutCosts:
         num_replicas = layout.num_replicas(name)
         key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
         if key not in self._sums:
-            remembered = ("layout sums", *key, self.problem.shares_experts)
+            remembered = ("layout sums", *key, self.problem.max_ep)
             self._sums[key] = self.problem.remembered(remembered, lambda: self._sum_layers(*key))
         return self._sums[key]
 
