@@ -30,7 +30,7 @@ def open_problem(**options):
 
 
 def test_open_options_are_hardly_ever_slower_than_closed_ones():
-    """Both searches try moves and schedules on their best plans alone, so one may miss by little what the other finds."""
+    """Both searches try moves and schedules on their best plans alone, so one may miss what the other finds."""
     opened = open_problem()
     choice = choose(opened)
     closed = choose(small_problem(num_devices=4, num_microbatches=4, dp_sizes=(1, 2)))
