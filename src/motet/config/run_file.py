@@ -420,8 +420,6 @@ class RunConfig(Section):
         key = "model.language_model.router_bias_update_rate"
         if not part.train.module:
             raise ValueError(f"{key}: is {part.router_bias_update_rate}, but the model is frozen; set it to 0")
-        if self.train.failures is not None:
-            raise ValueError(f"{key}: is not supported with train.failures; leave one of the two out")
 
     def _check_towers(self) -> None:
         size, whole = self.train.contrastive_batch_size, self.train.global_batch_size
