@@ -104,6 +104,7 @@ class Scenario:
     compiles: bool = False
     """Whether blocks are compiled, with a backend that computes as they do."""
     kernels: str = "torch"
+    run_ahead: bool = False
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -217,6 +218,7 @@ class Scenario:
             max_packed_tokens=self.max_packed_tokens,
             recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
             recompute_features=("vision", "audio") if self.recompute_features else (),
+            run_ahead=self.run_ahead,
         )
         return _replicated(plan) if self.placement == "replicated" else plan
 
@@ -320,20 +322,21 @@ def _on_meta(part: str, kind: Kind) -> nn.Module:
 
 
 class ScenarioBatch:
-    """Random pixels, sounds and words; different in every sample."""
+    """Random pixels, sounds and words; different in every sample. `first`: number of the first sample; with another
+    one, all are different."""
 
-    def __init__(self, scenario: Scenario, config: RunConfig) -> None:
-        self._scenario = scenario
+    def __init__(self, scenario: Scenario, config: RunConfig, first: int = 0) -> None:
+        self.scenario, self._first = scenario, first
         self._dtype = torch.float64 if scenario.dtype == "float64" else torch.float32
         self._families = {"vision": scenario.vision, "audio": scenario.audio}
         configs = {
             name: read_part_config(config.model.encoders[name], "encoder", where="model") for name in self._families
         }
         num_samples = scenario.num_samples or scenario.enough_samples
-        self.samples = tuple(self._sample(i, num_samples, configs) for i in range(num_samples))
+        self.samples = tuple(self._sample(i, num_samples, configs) for i in range(first, first + num_samples))
 
     def _num_items(self, name: str, i: int, num_samples: int) -> int:
-        kind = self._scenario.items
+        kind = self.scenario.items
         if kind == "none" or (kind == "half" and i >= num_samples // 2):
             return 0
         if (kind == "one" and i != 1) or (kind == "all but one" and i == 1):
@@ -350,7 +353,7 @@ class ScenarioBatch:
             grids = [grid for sample in GRIDS[family] for grid in sample]
             count = self._num_items(name, i, num_samples)
             step = 0 if family == "dinov2" else 1  # its processor stacks a sample's images: they are of one size
-            select = self._scenario.feature_select if name == "vision" else "patch"
+            select = self.scenario.feature_select if name == "vision" else "patch"
             segments = [
                 encoder_segment(configs[name], item=k, grid=grids[(i + k * step) % len(grids)], feature_select=select)
                 for k in range(count)
@@ -358,7 +361,7 @@ class ScenarioBatch:
             if segments:
                 layouts[name] = tuple(segments)
             inserted += [Segment(segment.outputs, name, k) for k, segment in enumerate(segments)]
-        merge = self._scenario.merge
+        merge = self.scenario.merge
         if merge == "placeholder":  # an image first, text between, the rest later
             sequence = [own[0], *inserted[:1], Segment(1), *inserted[1:], Segment(4)]
         elif merge == "prepend":
@@ -385,5 +388,5 @@ class ScenarioBatch:
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         layout = self.samples[sample].layouts[module]
         if module == "language_model":
-            return self._features(layout, sample)
-        return features_of(self._families[module], layout, seed=100 + sample, dtype=self._dtype)
+            return self._features(layout, self._first + sample)
+        return features_of(self._families[module], layout, seed=100 + self._first + sample, dtype=self._dtype)

@@ -17,7 +17,8 @@ Then `auto` tries
 * the fastest few that do not fit, with parameters that their replicas share (`motet.planner.layouts.sharing`);
 * the best few with other context parallelism (`motet.planner.layouts.context_methods`) and under other schedules;
 * the best one, and the fastest that does not fit, with sequence parallelism;
-* the best one under balanced assignments.
+* the best one under balanced assignments;
+* the best few with encoders that run ahead.
 
 Plans that fit go before plans that are fast. If none fits, and the user has fixed these options, `auto` searches again
 under options that save memory, the least intrusive first, and takes the plan of the first that fits. The options are
@@ -42,6 +43,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from motet.assignment.next_batch import why_not_ahead
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
@@ -153,6 +155,7 @@ class Choice:
             by_kind.setdefault(kind, []).append(name)
         parts += [f"{kind} of {' and '.join(names)} recomputed" for kind, names in by_kind.items()]
         parts += ["optimizer's state sharded"] if plan.zero1 else []
+        parts += ["encoders run ahead"] if plan.run_ahead else []
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
         if self.repaired_s is not None:
@@ -265,6 +268,7 @@ class _Search:
         self._improve()
         if self.problem.chooses_assignment:
             self._compare_assignments()
+        self._try_run_ahead()
 
     def add(self, found: Iterable[Evaluation], what: str) -> None:
         for evaluation in found:
@@ -378,7 +382,18 @@ class _Search:
         self.add(found.values(), "another assignment")
         self.assignments_s = {name: each.iteration_time_s for name, each in found.items()}
 
+    def _try_run_ahead(self) -> None:
+        """Tries the best plans with encoders that run the next batch's forwards."""
+        ahead = [each for each in _best(self.evaluations) if why_not_ahead(each.plan) is None]
+        if self.problem.chooses_run_ahead or self.problem.run_ahead:
+            self.add([_with_run_ahead(each) for each in ahead if not each.plan.run_ahead], "encoders ahead")
+
     def choice(self, ended_early: str | None) -> Choice:
+        if self.problem.run_ahead:
+            found = [each for each in self.evaluations if each.plan.run_ahead]
+            if not found:
+                raise UserError(f"parallel.run_ahead: {why_not_ahead(min(self.evaluations, key=rank).plan)}")
+            self.evaluations = found
         best = min(self.evaluations, key=rank)
         found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
         plan = replace(best.plan, planner=PLANNER)
@@ -535,7 +550,12 @@ def _sharing(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
         and all(module.ep == 1 for module in e.plan.modules.values())
     ]
     tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
-    return [evaluate(each.problem, plan) for each in tried for plan in sharing_plans(each.problem, each.plan)]
+    return [
+        evaluate(each.problem, plan)
+        for each in tried
+        for plan in sharing_plans(each.problem, each.plan)
+        if not plan.run_ahead or why_not_ahead(plan) is None
+    ]
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
@@ -622,6 +642,10 @@ def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
+def _with_run_ahead(evaluation: Evaluation) -> Evaluation:
+    return evaluate(evaluation.problem, replace(evaluation.plan, run_ahead=True))
+
+
 def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
     """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs are
     known; else nothing."""
@@ -657,6 +681,8 @@ def _bound_of_choice(
         problem = problem.with_options(shares_experts=True)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         problem = _with_all_memory(problem)
+    if chosen.run_ahead:
+        problem = problem.with_options(run_ahead=True)
     bound_s = bound_of_all(problem, candidates, chosen, at_most_s)
     if not _is_sequence_parallel(chosen):
         return bound_s

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.next_batch import check_run_ahead
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
@@ -99,6 +100,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         microbatch_numbers=_numbers(config) if is_open and "num_microbatches" not in given else (),
         free_dp_sizes=_dp_sizes(config, 1),
         contrastive_batch_size=config.train.contrastive_batch_size,
+        run_ahead=config.parallel.run_ahead,
+        chooses_run_ahead=is_open and "run_ahead" not in given,
         memory=_memory_options(config),
         may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
         num_cores=shared_cores(config),
@@ -143,6 +146,8 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that the run file's `parallel` asks for. Raises `ValueError` if no plan satisfies it."""
     parallel = config.parallel
     if problem.loss_module is not None:
+        if parallel.run_ahead:
+            raise UserError("parallel.run_ahead: is not supported for contrastive towers; leave it out")
         if parallel.planner == "explicit":
             return _explicit_contrastive_plan(config, problem)
         # The default of `planner` is for encoders and a language model.
@@ -151,6 +156,7 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
     degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
     plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
+    check_run_ahead(replace(plan, run_ahead=parallel.run_ahead))
     again = [name for name, own in plan.modules.items() if own.data_module(name) in parallel.recompute_features]
     return replace(plan, recompute_features=tuple(again)) if again else plan
 

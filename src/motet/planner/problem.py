@@ -9,6 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
+from motet.assignment.next_batch import why_not_ahead
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.cluster.rank_placement import on_nodes
@@ -167,6 +168,10 @@ class PlanningProblem:
     """Data-parallel sizes for one microbatch; more microbatches leave out those that have too few samples."""
     plans_zero1: bool = False
     """Whether plans say that the optimizer's state is sharded; else the run file does."""
+    run_ahead: bool = False
+    """Whether encoders that need no backward run the next batch's forwards, in plans in which some can."""
+    chooses_run_ahead: bool = False
+    """Planner `auto` may let them."""
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
@@ -228,6 +233,8 @@ class PlanningProblem:
             ),
             zero1=self.plans_zero1,
         )
+        if self.run_ahead and why_not_ahead(plan) is None:
+            plan = replace(plan, run_ahead=True)
         return on_nodes(plan, self.cluster.devices_per_node)
 
     @property

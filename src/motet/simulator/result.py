@@ -173,8 +173,10 @@ class SimulationResult:
         program, times = self.program, self.times
         actions = program.dependencies.actions(program.actions)
         spans: list[list[Span]] = []
+        ran_before = program.dependencies.routes.ran_before
         for action, begin, end in zip(actions, times.action_start.tolist(), times.action_end.tolist(), strict=True):
-            copies = [Compute(action.kind, cell) for cell in self._copies(action.cell)]
+            # What ran in the iteration before is no span of this one.
+            copies = [Compute(action.kind, cell) for cell in self._copies(action.cell) if action.cell not in ran_before]
             spans.append(
                 [
                     Span(rank, str(copy), copy.kind.value, begin, end)
