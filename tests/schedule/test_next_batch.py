@@ -8,9 +8,10 @@ from drawing import Limits, draw_problem
 from plans import language_model, module, replica, samples
 
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
-from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, stages_ahead, why_not_ahead
+from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, stages_ahead, why_not_ahead, with_run_ahead
 from motet.assignment.sample import Sample
-from motet.plan import Edge, ModulePlan, Plan
+from motet.errors import UserError
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import CONTRASTING, GENERATORS
@@ -35,6 +36,25 @@ def plan_of(*encoders: ModulePlan, llm: tuple[int, ...], num_microbatches: int =
         schedule=schedule,
         run_ahead=True,
     )
+
+
+ONE_STAGE = replace(
+    module(Replica(stages=(Stage(layers=(0, 4), ranks=(0,)),)), trainable=((3, 4),)),
+    num_layers=4,
+)
+"""Three frozen layers and a trainable one, in one stage."""
+
+
+def test_stages_are_cut_where_frozen_layers_end() -> None:
+    plan = with_run_ahead(replace(plan_of(ONE_STAGE, llm=(1,)), run_ahead=False))
+    assert [(s.layers, s.ranks) for s in plan.modules["encoder0"].replicas[0].stages] == [
+        ((0, 3), (0,)),
+        ((3, 4), (0,)),
+    ]
+    assert stages_ahead(plan) == {("encoder0", 0): 1}
+    assert with_run_ahead(plan) == plan
+    with pytest.raises(UserError, match=r"parallel\.run_ahead: no encoder begins with a frozen layer; freeze encoder0"):
+        with_run_ahead(plan_of(module(replica(0)), llm=(1,)))
 
 
 def routes_of(
@@ -80,22 +100,8 @@ def test_frozen_leading_stages_of_encoders_run_ahead() -> None:
         (plan_of(llm=(0, 1)), "the model has no encoder"),
         (plan_of(replace(FROZEN, fully_sharded=True), llm=(1,)), "not supported with fully_sharded, which encoder0"),
         (
-            Plan(
-                modules={
-                    "vision": replace(
-                        FROZEN,
-                        num_layers=2,
-                        trainable=((1, 2),),
-                        replicas=(
-                            replace(FROZEN.replicas[0], stages=(replace(FROZEN.replicas[0].stages[0], layers=(0, 2)),)),
-                        ),
-                    ),
-                    "llm": language_model(replica(1)),
-                },
-                edges=(Edge(source="vision", target="llm"),),
-                num_microbatches=1,
-            ),
-            "first stage of vision has trainable layers, from layer 1 on",
+            plan_of(ONE_STAGE, llm=(1,)),
+            "first stage of encoder0 goes beyond its frozen layers, [0, 3); let a stage end",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from tiny_encoders import ENCODERS, GRIDS, features_of
 from tiny_language_models import MIXTURES, SIZES, TINY
 from torch import Tensor, nn
 
+from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.config.model_section import EncoderConfig, LanguageModelConfig
@@ -218,9 +219,9 @@ class Scenario:
             max_packed_tokens=self.max_packed_tokens,
             recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
             recompute_features=("vision", "audio") if self.recompute_features else (),
-            run_ahead=self.run_ahead,
         )
-        return _replicated(plan) if self.placement == "replicated" else plan
+        plan = _replicated(plan) if self.placement == "replicated" else plan
+        return with_run_ahead(plan) if self.run_ahead else plan
 
     @property
     def enough_samples(self) -> int:

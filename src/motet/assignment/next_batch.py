@@ -10,12 +10,13 @@ module's own: with four microbatches, microbatch 5 is microbatch 1 of the next b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.plan import ModulePlan, Plan
+from motet.plan import ModulePlan, Plan, Replica, Stage
 
 ReplicaKey = tuple[str, int]
 """Module and replica."""
@@ -61,6 +62,30 @@ def check_run_ahead(plan: Plan) -> None:
         raise UserError(f"parallel.run_ahead: {why}")
 
 
+def with_run_ahead(plan: Plan) -> Plan:
+    """The plan with run-ahead. Stages are cut where the frozen layers of an encoder end; both parts stay on the same
+    ranks. Raises `UserError` as `check_run_ahead` does."""
+    modules = {}
+    for name, module in plan.modules.items():
+        end = _first_trainable(module)
+        replicas = module.replicas
+        if may_run_ahead(plan, name) and 0 < end < module.num_layers:
+            replicas = tuple(Replica(stages=_cut_at(end, replica.stages)) for replica in replicas)
+        modules[name] = replace(module, replicas=replicas)
+    changed = replace(plan, modules=modules, run_ahead=True)
+    check_run_ahead(changed)
+    return changed
+
+
+def _cut_at(layer: int, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    result = []
+    for stage in stages:
+        first, last = stage.layers
+        bounds = [first, layer, last] if first < layer < last else [first, last]
+        result += [replace(stage, layers=layers) for layers in pairwise(bounds)]
+    return tuple(result)
+
+
 def why_not_ahead(plan: Plan) -> str | None:
     """Why no stage can run ahead, or for what it is not shown to change nothing; None if some can."""
     if plan.loss_module is not None:
@@ -78,12 +103,14 @@ def _why_none(plan: Plan) -> str:
     able = {name: module for name, module in plan.modules.items() if may_run_ahead(plan, name)}
     if not able:
         return "the model has no encoder that could run ahead; leave it out"
-    name, module = next(iter(able.items()))
-    if _first_trainable(module) == 0:
-        return f"no encoder begins with a frozen layer; freeze {name} (train.module: false), or leave it out"
+    frozen = {name: end for name, module in able.items() if (end := _first_trainable(module))}
+    if not frozen:
+        names = " or ".join(able)
+        return f"no encoder begins with a frozen layer; freeze {names} (train.module: false), or leave it out"
+    name, end = next(iter(frozen.items()))
     return (
-        f"the first stage of {name} has trainable layers, from layer {_first_trainable(module)} on; begin a stage "
-        "there (parallel.explicit with layers_per_stage), freeze them, or leave it out"
+        f"the first stage of {name} goes beyond its frozen layers, [0, {end}); let a stage end at layer {end}, or "
+        "leave run_ahead out"
     )
 
 

@@ -43,7 +43,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from motet.assignment.next_batch import why_not_ahead
+from motet.assignment.next_batch import why_not_ahead, with_run_ahead
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
@@ -384,15 +384,16 @@ class _Search:
 
     def _try_run_ahead(self) -> None:
         """Tries the best plans with encoders that run the next batch's forwards."""
-        ahead = [each for each in _best(self.evaluations) if why_not_ahead(each.plan) is None]
         if self.problem.chooses_run_ahead or self.problem.run_ahead:
-            self.add([_with_run_ahead(each) for each in ahead if not each.plan.run_ahead], "encoders ahead")
+            best = [each for each in _best(self.evaluations) if not each.plan.run_ahead]
+            self.add([found for each in best for found in _with_run_ahead(each)], "encoders ahead")
 
     def choice(self, ended_early: str | None) -> Choice:
         if self.problem.run_ahead:
             found = [each for each in self.evaluations if each.plan.run_ahead]
             if not found:
-                raise UserError(f"parallel.run_ahead: {why_not_ahead(min(self.evaluations, key=rank).plan)}")
+                best = min(self.evaluations, key=rank)
+                found = [evaluate(best.problem, with_run_ahead(best.plan))]
             self.evaluations = found
         best = min(self.evaluations, key=rank)
         found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
@@ -642,8 +643,12 @@ def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
-def _with_run_ahead(evaluation: Evaluation) -> Evaluation:
-    return evaluate(evaluation.problem, replace(evaluation.plan, run_ahead=True))
+def _with_run_ahead(evaluation: Evaluation) -> list[Evaluation]:
+    """The same plan with encoders that run ahead, if some can."""
+    try:
+        return [evaluate(evaluation.problem, with_run_ahead(evaluation.plan))]
+    except UserError:
+        return []
 
 
 def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:

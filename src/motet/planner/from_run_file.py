@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.next_batch import check_run_ahead
+from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
@@ -110,6 +110,10 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 
 def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) -> None:
+    if config.parallel.run_ahead and config.train.failures is not None:
+        raise UserError("parallel.run_ahead: is not supported with train.failures; leave one of them out")
+    if config.parallel.run_ahead and graph.of_kind("loss"):
+        raise UserError("parallel.run_ahead: is not supported for contrastive towers; leave it out")
     schedule, assignment = config.parallel.schedule, config.parallel.assignment
     if assignment not in ASSIGNMENTS:
         near = closest(assignment.lower(), ASSIGNMENTS, "give one of")
@@ -146,8 +150,6 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that the run file's `parallel` asks for. Raises `ValueError` if no plan satisfies it."""
     parallel = config.parallel
     if problem.loss_module is not None:
-        if parallel.run_ahead:
-            raise UserError("parallel.run_ahead: is not supported for contrastive towers; leave it out")
         if parallel.planner == "explicit":
             return _explicit_contrastive_plan(config, problem)
         # The default of `planner` is for encoders and a language model.
@@ -156,7 +158,8 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
     degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
     plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
-    check_run_ahead(replace(plan, run_ahead=parallel.run_ahead))
+    if parallel.run_ahead and not plan.run_ahead:
+        plan = with_run_ahead(plan)  # It says why it cannot.
     again = [name for name, own in plan.modules.items() if own.data_module(name) in parallel.recompute_features]
     return replace(plan, recompute_features=tuple(again)) if again else plan
 

@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
-from motet.assignment.next_batch import why_not_ahead
+from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.cluster.rank_placement import on_nodes
@@ -233,8 +234,9 @@ class PlanningProblem:
             ),
             zero1=self.plans_zero1,
         )
-        if self.run_ahead and why_not_ahead(plan) is None:
-            plan = replace(plan, run_ahead=True)
+        if self.run_ahead:
+            with suppress(UserError):  # Another plan of the search may.
+                plan = with_run_ahead(plan)
         return on_nodes(plan, self.cluster.devices_per_node)
 
     @property

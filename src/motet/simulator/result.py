@@ -108,7 +108,11 @@ class SimulationResult:
         first, last = np.full(num_lanes, last_action_s), np.full(num_lanes, last_action_s)
         place = np.empty(self.program.dependencies.num_actions, dtype=np.int64)
         place[self.program.actions] = np.arange(len(self.program.actions))
+        routes = self.program.dependencies.routes
+        ran_before = np.flatnonzero(routes.cell_ran_before)
         for lane, actions in enumerate(lanes.actions):
+            if len(ran_before):
+                actions = actions[~np.isin(actions, ran_before)]
             if len(actions):
                 first[lane], last[lane] = times.action_start[place[actions[0]]], times.action_end[place[actions[-1]]]
         rank_of = np.arange(self.num_ranks) if self.folding is None else self.folding.rank_of

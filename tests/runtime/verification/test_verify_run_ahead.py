@@ -12,12 +12,13 @@ from motet.runtime.next_batch import NextBatch
 from motet.runtime.verification.verify import DRAW_KEY
 
 CHAIN = Scenario(llm_pp=2, frozen="all but language model", run_ahead=True)
-PROJECTORS = replace(CHAIN, encoder_pp=2, frozen="all but projectors", llm_pp=1)
+PROJECTORS = replace(CHAIN, frozen="all but projectors", llm_pp=1)
+"""The plan cuts encoders before their projectors."""
 SCENARIOS = {
     "frozen encoders": CHAIN,
     "one of two encoders": replace(CHAIN, frozen="audio", items="half"),
     "one sample with images": replace(CHAIN, items="one", num_microbatches=4),
-    "trained projectors behind": replace(PROJECTORS, encoder_cuts=(2,)),
+    "trained projectors behind": PROJECTORS,
     "on the language model's ranks": replace(CHAIN, placement="shared", schedule="bubble_filling"),
     "copies": replace(CHAIN, placement="replicated"),
     "packed": replace(CHAIN, packing=True, llm_pp=1, placement="colocated"),
