@@ -98,7 +98,6 @@ def test_frozen_leading_stages_of_encoders_run_ahead() -> None:
     [
         (plan_of(module(replica(0)), llm=(1,)), "no encoder begins with a frozen layer"),
         (plan_of(llm=(0, 1)), "the model has no encoder"),
-        (plan_of(replace(FROZEN, fully_sharded=True), llm=(1,)), "not supported with fully_sharded, which encoder0"),
         (
             plan_of(ONE_STAGE, llm=(1,)),
             "first stage of encoder0 goes beyond its frozen layers, [0, 3); let a stage end",

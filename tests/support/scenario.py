@@ -1,6 +1,7 @@
 """A whole multimodal model under one layout, drawn from tiny families, as `motet verify` would see it."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -335,6 +336,12 @@ class ScenarioBatch:
         }
         num_samples = scenario.num_samples or scenario.enough_samples
         self.samples = tuple(self._sample(i, num_samples, configs) for i in range(first, first + num_samples))
+
+    def with_other_contents(self, first: int) -> "ScenarioBatch":
+        """Samples of the same layouts with the pixels, sounds and words of others."""
+        other = copy(self)
+        other.samples, other._first = tuple(map(copy, self.samples)), first
+        return other
 
     def _num_items(self, name: str, i: int, num_samples: int) -> int:
         kind = self.scenario.items

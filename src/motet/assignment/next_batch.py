@@ -93,9 +93,6 @@ def why_not_ahead(plan: Plan) -> str | None:
     ahead = stages_ahead(replace(plan, run_ahead=True))
     if not ahead:
         return _why_none(plan)
-    for name, _ in ahead:
-        if plan.modules[name].fully_sharded:
-            return f"is not supported with fully_sharded, which {name} has; leave one of the two out"
     return None
 
 

@@ -43,7 +43,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from motet.assignment.next_batch import why_not_ahead, with_run_ahead
+from motet.assignment.next_batch import why_not_ahead
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
@@ -393,7 +393,7 @@ class _Search:
             found = [each for each in self.evaluations if each.plan.run_ahead]
             if not found:
                 best = min(self.evaluations, key=rank)
-                found = [evaluate(best.problem, with_run_ahead(best.plan))]
+                found = [evaluate(best.problem, best.problem.with_run_ahead(best.plan))]
             self.evaluations = found
         best = min(self.evaluations, key=rank)
         found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
@@ -646,7 +646,7 @@ def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -
 def _with_run_ahead(evaluation: Evaluation) -> list[Evaluation]:
     """The same plan with encoders that run ahead, if some can."""
     try:
-        return [evaluate(evaluation.problem, with_run_ahead(evaluation.plan))]
+        return [evaluate(evaluation.problem, evaluation.problem.with_run_ahead(evaluation.plan))]
     except UserError:
         return []
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
@@ -159,7 +158,7 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
     plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
     if parallel.run_ahead and not plan.run_ahead:
-        plan = with_run_ahead(plan)  # It says why it cannot.
+        plan = problem.with_run_ahead(plan)  # It says why it cannot.
     again = [name for name, own in plan.modules.items() if own.data_module(name) in parallel.recompute_features]
     return replace(plan, recompute_features=tuple(again)) if again else plan
 

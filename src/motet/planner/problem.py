@@ -236,8 +236,20 @@ class PlanningProblem:
         )
         if self.run_ahead:
             with suppress(UserError):  # Another plan of the search may.
-                plan = with_run_ahead(plan)
+                plan = self.with_run_ahead(plan)
         return on_nodes(plan, self.cluster.devices_per_node)
+
+    def with_run_ahead(self, plan: Plan) -> Plan:
+        """The plan with encoders that run ahead. Raises `UserError` if none can."""
+        changed = with_run_ahead(plan)
+        for name, module in changed.modules.items():
+            most = self.all_modules[module.data_module(name)].workload.max_stages
+            if most is not None and max(len(replica.stages) for replica in module.replicas) > most:
+                raise UserError(
+                    f"parallel.run_ahead: {name} would be cut where its frozen layers end, but can have {most} "
+                    f"stage{'s' * (most > 1)} at most; freeze all of its layers, or leave run_ahead out"
+                )
+        return changed
 
     @property
     def all_modules(self) -> dict[str, ModuleProblem]:
