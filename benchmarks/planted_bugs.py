@@ -285,6 +285,20 @@ BUGS = (
         "gradients_and_moments",
     ),
     Bug(
+        "what encoders ran ahead is handed on to whatever batch comes",
+        "known[0] is samples and known[1] == seed",
+        "known[1] == seed",
+        ("test_run_ahead",),
+        "another_batch",
+    ),
+    Bug(
+        "the dropout of what runs ahead is that of the running step",
+        "known = self._next_seed_digest if bound.is_ahead else self._seed_digest",
+        "known = self._seed_digest",
+        ("test_run_ahead_training",),
+        "without_run_ahead",
+    ),
+    Bug(
         "dropout is the same in every step",
         "return self.settings.seed, number - 1",
         "return self.settings.seed, 0",

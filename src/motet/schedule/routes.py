@@ -76,7 +76,7 @@ class Routes:
     cell_is_ahead: Bools
     """Cells of the next batch."""
     cell_ran_before: Bools
-    """Cells whose forward ran in the iteration before: here it hands on what was kept, and takes no time."""
+    """Cells whose forward ran in the iteration before: here its kept output is sent, and it takes no time."""
     num_microbatches: Mapping[tuple[str, int], int]
     """The batch's own microbatches of each (module, replica); those of the next batch stand behind them."""
     forward_only: bool = False
