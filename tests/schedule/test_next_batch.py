@@ -222,6 +222,24 @@ def test_nothing_of_the_batch_itself_is_expected_later(plan: Plan, schedule: str
     assert seconds["without"] <= seconds["with"] <= seconds["without"] + num_ahead
 
 
+def test_rounding_does_not_swap_own_actions() -> None:
+    """Starts are ends without durations. An action of no duration and the next one may be rounded past each other."""
+    tiny, seconds = 1e-18, 0.7
+    end = seconds + seconds
+    assert (end + seconds) - seconds < end - tiny
+    plan = plan_of(FROZEN, module(replica(1), trainable=()), llm=(1,))
+    plan = replace(plan, modules={**plan.modules, "encoder1": module(replica(1), trainable=((0, 1),))})
+    routes = routes_of(plan, STEADY)
+
+    def seconds_of(action: Compute) -> float:
+        return tiny if action.cell.module == "encoder1" else seconds
+
+    schedule = make_schedule("1f1b", routes, seconds_of)
+    lower(schedule, Dependencies(routes), seconds_of)
+    without = make_schedule("1f1b", routes_of(plan, LAST), seconds_of)
+    assert [action for action in schedule.ranks[1] if action.cell not in routes.ahead] == list(without.ranks[1])
+
+
 def test_programs_differ_in_what_ran_before() -> None:
     """All ranks compare the digest: one that computes what others hand on would differ."""
     digests = set()

@@ -76,7 +76,7 @@ class _OwnActions(NamedTuple):
         forward_ends = ends[numbers[kind == 0]]
         return _OwnActions(
             numbers=kind * num_cells + own_cells[cell] if len(numbers) else numbers,
-            starts=starts[numbers].tolist(),
+            starts=np.maximum.accumulate(starts[numbers]).tolist(),  # Rounding may have swapped neighbours.
             ends=ends[numbers].tolist(),
             after_forwards_s=float(forward_ends.max(initial=0.0)),
         )

@@ -43,11 +43,11 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
 
         comparison = verify_batch(
             engine,
-            batches[1 if plan.run_ahead else 0],
+            batches[0],
             build_reference,
             dtype=config.train.dtype,
             contrastive_batch_size=config.train.contrastive_batch_size,
-            before=batches[0] if plan.run_ahead else None,
+            before=batches[1] if plan.run_ahead else None,
         )
         stepped = compare_steps(engine, config, batches[:steps], build_reference) if steps else None
     if comparison is None:
