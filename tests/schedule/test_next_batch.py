@@ -223,7 +223,7 @@ def test_nothing_of_the_batch_itself_is_expected_later(plan: Plan, schedule: str
 
 
 def test_rounding_does_not_swap_own_actions() -> None:
-    """Starts are ends without durations. An action of no duration and the next one may be rounded past each other."""
+    """Starts are ends without durations: those of a tiny action and of the next one may be rounded past each other."""
     tiny, seconds = 1e-18, 0.7
     end = seconds + seconds
     assert (end + seconds) - seconds < end - tiny

@@ -10,7 +10,8 @@ waits for no encoder that ran ahead. Its order stays as it is. On a clock that k
 So no action of the batch itself is expected to begin later. Gaps after a rank's last own forward are preferred (the
 cool-down, where the memory of activations is being freed); earlier ones are used if the iteration is shorter then.
 
-It is valid: an added forward reads added forwards alone, the order by their times is a witness.
+It is valid: own actions by their ends and added forwards by their begins stand in an order in which nothing waits for
+what comes behind it.
 """
 
 from bisect import bisect_right
@@ -50,9 +51,9 @@ def schedule_with_next_batch(
     result = []
     for own_actions, added, stages in zip(lists, filled.added, units.stages, strict=True):
         first = handed_on[np.isin(routes.cell_stage[handed_on], stages)]
-        # Of equal times, what is added comes behind.
-        begins = np.concatenate([own_actions.starts, [start for start, _ in added]])
-        order = np.argsort(begins, kind="stable")
+        # Each added forward stands behind the own actions that have ended when it begins.
+        moments = np.concatenate([own_actions.ends, [begin_s for begin_s, _ in added]])
+        order = np.argsort(moments, kind="stable")
         rest = np.concatenate([own_actions.numbers, np.array([cell for _, cell in added], dtype=np.int64)])[order]
         result.append(np.concatenate([first, rest]))
     return Schedule.of_numbers(dependencies, [result[unit] for unit in units.of_rank])
@@ -64,8 +65,9 @@ class _OwnActions(NamedTuple):
     numbers: Ints
     """Among all actions of the iteration."""
     starts: list[float]
-    """Ascending."""
+    """Ends without durations, so rounded."""
     ends: list[float]
+    """Ascending."""
     after_forwards_s: float
     """End of the last forward."""
 
@@ -76,7 +78,7 @@ class _OwnActions(NamedTuple):
         forward_ends = ends[numbers[kind == 0]]
         return _OwnActions(
             numbers=kind * num_cells + own_cells[cell] if len(numbers) else numbers,
-            starts=np.maximum.accumulate(starts[numbers]).tolist(),  # Rounding may have swapped neighbours.
+            starts=starts[numbers].tolist(),
             ends=ends[numbers].tolist(),
             after_forwards_s=float(forward_ends.max(initial=0.0)),
         )
