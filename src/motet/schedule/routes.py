@@ -300,15 +300,16 @@ def _number_cells(
             everyone = set[int]().union(*(filled[r] for r in together))
             for r in together:
                 filled[r] = everyone
+        numbers = [np.array(sorted(of_replica), dtype=np.int64) for of_replica in filled]
         for s in range(max(len(replica.stages) for replica in replicas)):
             for r, replica in enumerate(replicas):
-                if s >= len(replica.stages) or not filled[r]:
+                if s >= len(replica.stages):
                     continue
-                here = np.array(sorted(filled[r]), dtype=np.int64)
-                last_ahead = num_ahead.get((name, r), 0) - 1
-                is_next = (here >= own[name, r]) & (last_ahead >= 0)
+                here, last_ahead = numbers[r], num_ahead.get((name, r), 0) - 1
+                is_next = np.zeros(len(here), dtype=bool)
                 if last_ahead >= 0:
-                    # Of what ran before, the last stage alone hands on.
+                    is_next = here >= own[name, r]
+                    # Of what ran before, the last of these stages alone has cells.
                     is_here = np.where(is_next, s <= last_ahead, not (ahead.ran_before and s < last_ahead))
                     here, is_next = here[is_here], is_next[is_here]
                 if len(here):

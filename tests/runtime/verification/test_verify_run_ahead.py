@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from distributed import run_distributed
 from one_process import Before, check, prepare, verify
+from sampling import in_campaigns
 from scenario import Scenario, ScenarioBatch
 
 from motet.config import RunConfig
@@ -44,6 +45,9 @@ SCENARIOS = {
 }
 
 
+USUAL = ("one of two encoders", "trained projectors behind", "on the language model's ranks", "tensor parallel")
+
+
 def ahead(first: int) -> Before:
     def run_before(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
         other = ScenarioBatch(batch.scenario, config, first)
@@ -52,7 +56,7 @@ def ahead(first: int) -> Before:
     return run_before
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*USUAL, *in_campaigns(name for name in SCENARIOS if name not in USUAL)])
 def test_outputs_of_the_iteration_before_give_the_gradients_of_one_process(name: str) -> None:
     check(SCENARIOS[name], before=ahead(5))
 
