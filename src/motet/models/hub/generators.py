@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.config import AutoencoderConfig, GeneratorConfig, ModelConfig, SpectrogramConfig
+from motet.config import AutoencoderConfig, ModelConfig, SpectrogramConfig
 from motet.errors import UserError
 from motet.families.diffusion_models import diffusion_class
 from motet.families.hf_config import read_generator, stored_folder
@@ -79,28 +79,24 @@ def describe_generators(
     model: ModelConfig, width: int, placeholder_token_ids: Mapping[str, int]
 ) -> dict[str, GeneratorDescription]:
     """Describes a run file's generators. `width`: of the language model's hidden states."""
-    return {name: _described(name, part, width, placeholder_token_ids) for name, part in model.generators.items()}
-
-
-def _described(
-    name: str, part: GeneratorConfig, width: int, placeholder_ids: Mapping[str, int]
-) -> GeneratorDescription:
-    shape = read_generator(part, name, width)
-    sizes = width, int(shape.config["condition_size"]), int(shape.config["pooled_size"])
-    return GeneratorDescription(
-        model_class=shape.family,
-        values=own_values(shape.config),
-        side=shape.config["native_side"],
-        channels=shape.config["latent_channels"],
-        guidance=shape.config["guidance"],
-        objective=part.objective,
-        projector=part.projector,
-        sizes=sizes,
-        num_queries=part.queries,
-        placeholder_token_id=placeholder_ids[queries_of(name) if part.queries else name],
-        spectrogram=part.spectrogram,
-        autoencoder=part.autoencoder,
-    )
+    found = {}
+    for name, part in model.generators.items():
+        shape = read_generator(part, name, width)
+        found[name] = GeneratorDescription(
+            model_class=shape.family,
+            values=own_values(shape.config),
+            side=shape.config["native_side"],
+            channels=shape.config["latent_channels"],
+            guidance=shape.config["guidance"],
+            objective=part.objective,
+            projector=part.projector,
+            sizes=(width, int(shape.config["condition_size"]), int(shape.config["pooled_size"])),
+            num_queries=part.queries,
+            placeholder_token_id=placeholder_token_ids[queries_of(name) if part.queries else name],
+            spectrogram=part.spectrogram,
+            autoencoder=part.autoencoder,
+        )
+    return found
 
 
 def generator_parts(described: Mapping[str, GeneratorDescription]) -> set[str]:
