@@ -20,7 +20,7 @@ from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, joined_assignment, stages_ahead
 from motet.assignment.sample import Sample
 from motet.plan import ModulePlan, Plan, Stage, module_order
-from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of
+from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of, starts_of
 
 
 class Cell(NamedTuple):
@@ -196,11 +196,11 @@ class Routes:
 
     def selected(self, keep: Bools) -> "Routes":
         """The cells that are kept, and the routes between them."""
+        starts = starts_of(keep).tolist()
         of_stages = [
-            stage._replace(first=int(before), last=int(end))
+            stage._replace(first=starts[stage.first], last=starts[stage.last])
             for stage in self.stages
-            for before, end in (np.searchsorted(np.flatnonzero(keep), (stage.first, stage.last)),)
-            if before < end
+            if starts[stage.first] < starts[stage.last]
         ]
         number = np.cumsum(keep) - 1
         routes = np.flatnonzero(keep[self.route_source] & keep[self.route_target])
