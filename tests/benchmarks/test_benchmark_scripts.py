@@ -26,6 +26,7 @@ from benchmarks.measuring import Spread, ratio, seconds
 from benchmarks.reporting import Report
 from motet.costs.profiling import links as profiler_links
 from motet.runtime import launch
+from motet.schedule.generators import CONTRASTING, GENERATORS
 
 TINY = ["--blocks", "1", "--steps", "1", "--layers", "2", "--width", "64"]
 
@@ -126,9 +127,9 @@ def test_predictions_are_made_and_measured(tmp_path):
 
 def test_cases_of_the_prediction_differ():
     cases = prediction.COMPUTED + prediction.EMULATED
-    assert len(cases) >= 10
+    assert len(cases) == 30
     assert len({(c.name, c.num_ranks, c.num_microbatches, c.schedule) for c in cases}) == len(cases)
-    assert {c.schedule for c in cases} == {"1f1b", "gpipe"}
+    assert {c.schedule for c in cases} == GENERATORS.keys() - CONTRASTING
 
 
 def test_ratios_are_of_the_same_round():

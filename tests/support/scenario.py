@@ -106,6 +106,7 @@ class Scenario:
     compiles: bool = False
     """Whether blocks are compiled, with a backend that computes as they do."""
     kernels: str = "torch"
+    linears: str = "torch"
     run_ahead: bool = False
 
     @property
@@ -151,6 +152,7 @@ class Scenario:
                     "compile": "blocks" if self.compiles else "nothing",
                     "compile_backend": "aot_eager",
                     "kernels": self.kernels,
+                    "linears": self.linears,
                 },
             }
         )
