@@ -381,6 +381,10 @@ def _most_busy(modules: _Modules, sizes: Sizes) -> int:
     }
     ranks = {name: max(size.tp) * size.cp for name, size in sizes.items()}
     of_all = sum(number[name] * ranks[name] for name in sizes)
+    # Beside the batch's own microbatches there may be those of the next batch.
+    ahead = [name for name in sizes if modules.num_ahead(name)]
+    if ahead:
+        return of_all + sum(number[name] * ranks[name] for name in ahead)
     if not modules.is_row:
         return of_all
     # Actions that run at once have different samples; with equally many replicas, different microbatches.
