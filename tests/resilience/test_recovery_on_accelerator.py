@@ -18,7 +18,8 @@ from motet.resilience.launch_nodes import train_on_nodes
 
 
 def test_survivors_go_on(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    # The lost one's agent tells of it at once; slow machines are not to lose others.
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 60})
     cluster = config.cluster.model_copy(update={"device": "gpu"})
     plan, on_gpu = plan_of(config), config.model_copy(update={"cluster": cluster})
     expected = undisturbed()
