@@ -55,6 +55,7 @@ def test_json_keeps_every_field() -> None:
         recompute=("llm",),
         recompute_features=("vision",),
         zero1=True,
+        run_ahead=True,
     )
     defaults = {field.name: field.default for field in fields(Plan) if field.default is not MISSING}
     assert {name for name, default in defaults.items() if getattr(plan, name) == default} == {"version"}

@@ -1,7 +1,8 @@
 """Generates the timelines in docs/schedules.md.
 
 A timeline stands in a code block after a comment `<!-- timeline: NAME -->`; `DRAWN` holds the timeline of each name.
-A column is a second. Letters are the language model's microbatches, digits an encoder's.
+A column is a second. Letters are the language model's microbatches, digits an encoder's; `u` and on are an encoder's of
+the next batch.
 """
 
 import re
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from motet.assignment.batch_assignment import contiguous_assignment
+from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead
 from motet.assignment.sample import Sample, Segment
 from motet.plan import Edge, ModuleKind, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind, parse_action
@@ -36,6 +38,10 @@ class Drawn(NamedTuple):
     """Seconds of a stage's forward (1 for an encoder's); a backward takes twice as long."""
     num_batches: int = 0
     """Number of contrastive batches, if `llm` is a tower. Batch-syncs take no time."""
+    frozen: bool = False
+    """Whether the encoder is frozen."""
+    run_ahead: bool = False
+    """Whether it is one iteration of many in which the encoder runs ahead."""
 
 
 FOUR = (0, 1, 2, 3)
@@ -55,6 +61,10 @@ DRAWN = {
     "colocated, 1f1b": Drawn("1f1b", FOUR, 6, encoder=FOUR, llm_forward_s=3),
     "dip": Drawn("dip", FOUR, 6, encoder=FOUR, llm_forward_s=3),
     "bubble_filling": Drawn("bubble_filling", FOUR, 6, encoder=FOUR, llm_forward_s=3),
+    "frozen encoder": Drawn("bubble_filling", FOUR, 6, encoder=FOUR, llm_forward_s=3, frozen=True),
+    "run-ahead": Drawn("bubble_filling", FOUR, 6, encoder=FOUR, llm_forward_s=3, frozen=True, run_ahead=True),
+    "frozen encoder beside": Drawn("1f1b", (1, 2, 3), 6, encoder=(0,), frozen=True),
+    "run-ahead beside": Drawn("1f1b", (1, 2, 3), 6, encoder=(0,), frozen=True, run_ahead=True),
 }
 
 
@@ -67,10 +77,17 @@ class _Costs(UniformCosts):
 
 def draw(drawn: Drawn) -> str:
     """One line per rank, and the iteration time."""
-    plan = Plan(modules=_modules(drawn), edges=_edges(drawn), num_microbatches=drawn.num_microbatches)
+    plan = Plan(
+        modules=_modules(drawn),
+        edges=_edges(drawn),
+        num_microbatches=drawn.num_microbatches,
+        run_ahead=drawn.run_ahead,
+    )
     layouts = {name: (Segment(1),) for name in plan.modules}
     samples = [Sample(str(i), layouts, {DEEP: 1}) for i in range(drawn.num_microbatches)]
-    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    assignment = contiguous_assignment(plan, samples)
+    ahead = RunAhead(True, assignment, samples) if drawn.run_ahead else NO_RUN_AHEAD
+    routes = derive_routes(plan, assignment, samples, ahead=ahead)
     costs = _Costs(forward_s=drawn.llm_forward_s, backward_s=2 * drawn.llm_forward_s)
     assert drawn.schedule in GENERATORS
     timeline = simulate(make_program(drawn.schedule, routes, costs.compute_s), costs).timeline
@@ -83,7 +100,10 @@ def draw(drawn: Drawn) -> str:
             if action.cell.module == LOSS:
                 continue
             start, end = round(span.start), round(span.end)
-            lines[span.rank][start:end] = [_symbol(action)] * (end - start)
+            symbol = _symbol(action)
+            if action.cell in routes.ahead:
+                symbol = chr(ord("u") + routes.next_name(action.cell).microbatch)
+            lines[span.rank][start:end] = [symbol] * (end - start)
     return "\n".join([*(f"{rank} {''.join(line)}" for rank, line in enumerate(lines)), f"  {columns} s"])
 
 
@@ -101,6 +121,8 @@ def _modules(drawn: Drawn) -> dict[str, ModulePlan]:
         loss = replace(_module("loss", drawn.llm[-1:], 1.0), num_microbatches=drawn.num_batches)
         return {DEEP: _module("tower", drawn.llm, 0.0), LOSS: loss}
     modules = {"encoder": _module("encoder", drawn.encoder, 0.0)} if drawn.encoder else {}
+    if drawn.frozen:
+        modules = {name: replace(encoder, trainable=()) for name, encoder in modules.items()}
     return modules | {DEEP: _module("language_model", drawn.llm, 1.0)}
 
 

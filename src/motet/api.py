@@ -197,7 +197,8 @@ def simulate(
     evaluation = evaluate(problem, plan, folded=not is_disturbed)
     if is_disturbed:
         evaluation = _disturbed(evaluation, straggler_factors or {}, jitter, seed, shares_cards)
-    return Prediction(evaluation, report_evaluation(evaluation, dtype=config.train.dtype))
+    report = report_evaluation(evaluation, dtype=config.train.dtype, is_disturbed=is_disturbed)
+    return Prediction(evaluation, report)
 
 
 def verify(
@@ -396,7 +397,9 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
                 f"--plan{path}: modules.{name}.sharded_replicas: {module.sharded_replicas} replicas share the "
                 "parameters, so none can be lost; set it to 1, or leave train.failures out"
             )
-    keys = ["schedule"]
+    if plan.run_ahead and config.train.failures is not None:
+        raise UserError(f"--plan{path}: run_ahead: is true, which train.failures does not support; set it to false")
+    keys = ["schedule", "run_ahead"]
     # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
     if plan.loss_module is None and not plan.replica_microbatches:
         keys.append("num_microbatches")

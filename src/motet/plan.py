@@ -188,6 +188,8 @@ class Plan:
     that are too large for the graphs of all microbatches between two batch-syncs)."""
     zero1: bool = False
     """Whether the optimizer's state is sharded over the replicas, whatever the run file says."""
+    run_ahead: bool = False
+    """Whether encoders that need no backward run the next batch's forwards (`motet.assignment.next_batch`)."""
     version: int = VERSION
 
     def __post_init__(self) -> None:

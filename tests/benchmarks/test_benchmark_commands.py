@@ -48,6 +48,7 @@ COMMANDS = {
     "profiling_size": "--runs 2",
     "published_throughput": "",
     "recovery": "--rounds 1",
+    "run_ahead": PROFILED,
     "schedules": "--groups 2 --cells 40 --problems 1",
     "simulator_scale": "--actions 2560 --repetitions 1",
     "structure": "--no-training",

@@ -17,6 +17,7 @@ from benchmarks import (
     frozen_aware,
     pipeline_against_torch,
     prediction,
+    run_ahead,
     schedules,
     simulator_scale,
     zero_bubble,
@@ -105,6 +106,14 @@ def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
     assert loss == pytest.approx(other_loss, rel=1e-5)
     assert norm == pytest.approx(other_norm, rel=1e-4)
     assert text.count("Gain: measured") == 2
+
+
+@pytest.mark.campaign
+def test_plans_with_and_without_run_ahead_compute_the_same(tmp_path):
+    arguments = [*TINY, "--image-size", "32", "--repetitions", "1", "--costs", str(tmp_path / "costs.json")]
+    results = re.search(r"'run-ahead': (\(.*\)), 'without': (\(.*\))}", text_of(run_ahead.main(arguments), tmp_path))
+    assert results is not None
+    assert results.group(1) == results.group(2)
 
 
 @pytest.mark.campaign

@@ -18,10 +18,11 @@ from training import ids_of_step, plan_of, run_config, spoil, train
 from motet.config import RunConfig
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
+from motet.runtime.next_batch import NextBatch
 from motet.runtime.training.optimizer import AVERAGE
 from motet.runtime.training.trainer import NonFiniteError
 from motet.runtime.training.worker import train_worker
-from motet.runtime.verification.verify import collect_gradients
+from motet.runtime.verification.verify import DRAW_KEY, collect_gradients
 from motet.timeline import BUSY_KINDS, Timeline
 
 ALONE = (
@@ -101,6 +102,33 @@ def _check(*scenarios: Scenario) -> None:
 @pytest.mark.parametrize("scenarios", [ALONE, IN_PAIRS], ids=["alone", "in pairs"])
 def test_gradients_are_those_of_one_process_and_the_host_does_not_wait(scenarios):
     _check(*scenarios)
+
+
+def test_encoders_run_ahead_without_a_wait_of_the_host() -> None:
+    """The batch's encoder outputs come from the iteration before, and an evaluation lies between."""
+    scenario = Scenario(placement="shared", frozen="all but language model", items="half", run_ahead=True)
+    prepare(scenario)
+
+    def work(rank: int, device: torch.device) -> Counter[tuple[str, str]]:
+        waits: list[Counter[tuple[str, str]]] = []
+
+        def run_before(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
+            first, second, third = (batch.with_other_contents(number) for number in (50, 100, 150))
+            engine.run(first, seed=(0, 1), following=NextBatch(second, (0, 2)))
+            engine.run(second, seed=(0, 2), following=NextBatch(third, (0, 3)))  # Ranks compare its program.
+            with counted() as found:
+                engine.model.zero_gradients()
+                started = engine.start(third, seed=(0, 3), following=NextBatch(batch, DRAW_KEY))
+            waits.append(found)
+            assert math.isfinite(started.read().loss)
+            engine.run(first, forward_only=True)
+
+        comparison = verify(scenario, run_before, device=device)
+        assert comparison is not None
+        assert comparison.failures == []
+        return waits[0]
+
+    assert on_accelerator(work, scenario.num_ranks) == [Counter()]
 
 
 @pytest.mark.campaign

@@ -19,8 +19,9 @@ CORRECTED: dict[Path, dict[str, dict[str, float]]] = {
     folder: json.loads((folder / "corrected.json").read_text()) for folder in {case[0] for case in COMMANDS}
 }
 """Predictions that have changed since, by the name of the command: shapes are read from the modules now, computed costs
-are calibrated (docs/accuracy.md), training in bfloat16 keeps less (docs/decisions/bfloat16.md), and a backward under
-context parallelism is charged for both of its exchanges, but for what attention hides of them."""
+are calibrated (docs/accuracy.md), training in bfloat16 keeps less (docs/decisions/bfloat16.md), a backward under
+context parallelism is charged for both of its exchanges, but for what attention hides of them, and planner `auto` lets
+frozen encoders run ahead."""
 MOST_CORRECTED = 0.16
 """Of what does not depend on computed seconds: memory, and all predictions from measured costs."""
 TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]

@@ -1,6 +1,7 @@
 """A whole multimodal model under one layout, drawn from tiny families, as `motet verify` would see it."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -10,6 +11,7 @@ from tiny_encoders import ENCODERS, GRIDS, features_of
 from tiny_language_models import MIXTURES, SIZES, TINY
 from torch import Tensor, nn
 
+from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.config.model_section import EncoderConfig, LanguageModelConfig
@@ -105,6 +107,7 @@ class Scenario:
     """Whether blocks are compiled, with a backend that computes as they do."""
     kernels: str = "torch"
     linears: str = "torch"
+    run_ahead: bool = False
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -220,7 +223,8 @@ class Scenario:
             recompute=recomputed(self.recompute, "vision", "audio", "language_model"),
             recompute_features=("vision", "audio") if self.recompute_features else (),
         )
-        return _replicated(plan) if self.placement == "replicated" else plan
+        plan = _replicated(plan) if self.placement == "replicated" else plan
+        return with_run_ahead(plan) if self.run_ahead else plan
 
     @property
     def enough_samples(self) -> int:
@@ -322,20 +326,27 @@ def _on_meta(part: str, kind: Kind) -> nn.Module:
 
 
 class ScenarioBatch:
-    """Random pixels, sounds and words; different in every sample."""
+    """Random pixels, sounds and words; different in every sample. `first`: number of the first sample; with another
+    one, all are different."""
 
-    def __init__(self, scenario: Scenario, config: RunConfig) -> None:
-        self._scenario = scenario
+    def __init__(self, scenario: Scenario, config: RunConfig, first: int = 0) -> None:
+        self.scenario, self._first = scenario, first
         self._dtype = torch.float64 if scenario.dtype == "float64" else torch.float32
         self._families = {"vision": scenario.vision, "audio": scenario.audio}
         configs = {
             name: read_part_config(config.model.encoders[name], "encoder", where="model") for name in self._families
         }
         num_samples = scenario.num_samples or scenario.enough_samples
-        self.samples = tuple(self._sample(i, num_samples, configs) for i in range(num_samples))
+        self.samples = tuple(self._sample(i, num_samples, configs) for i in range(first, first + num_samples))
+
+    def with_other_contents(self, first: int) -> "ScenarioBatch":
+        """Samples of the same layouts with the pixels, sounds and words of others."""
+        other = copy(self)
+        other.samples, other._first = tuple(map(copy, self.samples)), first
+        return other
 
     def _num_items(self, name: str, i: int, num_samples: int) -> int:
-        kind = self._scenario.items
+        kind = self.scenario.items
         if kind == "none" or (kind == "half" and i >= num_samples // 2):
             return 0
         if (kind == "one" and i != 1) or (kind == "all but one" and i == 1):
@@ -352,7 +363,7 @@ class ScenarioBatch:
             grids = [grid for sample in GRIDS[family] for grid in sample]
             count = self._num_items(name, i, num_samples)
             step = 0 if family == "dinov2" else 1  # its processor stacks a sample's images: they are of one size
-            select = self._scenario.feature_select if name == "vision" else "patch"
+            select = self.scenario.feature_select if name == "vision" else "patch"
             segments = [
                 encoder_segment(configs[name], item=k, grid=grids[(i + k * step) % len(grids)], feature_select=select)
                 for k in range(count)
@@ -360,7 +371,7 @@ class ScenarioBatch:
             if segments:
                 layouts[name] = tuple(segments)
             inserted += [Segment(segment.outputs, name, k) for k, segment in enumerate(segments)]
-        merge = self._scenario.merge
+        merge = self.scenario.merge
         if merge == "placeholder":  # an image first, text between, the rest later
             sequence = [own[0], *inserted[:1], Segment(1), *inserted[1:], Segment(4)]
         elif merge == "prepend":
@@ -387,5 +398,5 @@ class ScenarioBatch:
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         layout = self.samples[sample].layouts[module]
         if module == "language_model":
-            return self._features(layout, sample)
-        return features_of(self._families[module], layout, seed=100 + sample, dtype=self._dtype)
+            return self._features(layout, self._first + sample)
+        return features_of(self._families[module], layout, seed=100 + self._first + sample, dtype=self._dtype)

@@ -33,11 +33,13 @@ def read_out(module: str) -> Tensor:
 
 
 class ToyBatch:
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples = tuple(samples)
+    """`seed`: with another one, other features."""
+
+    def __init__(self, samples: Sequence[Sample], seed: int = 0) -> None:
+        self.samples, self._seed = tuple(samples), seed
 
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(hash_of(module) * 31 + sample)
+        generator = torch.Generator().manual_seed(hash_of(module) * 31 + sample + 1000 * self._seed)
         num_tokens = self.samples[sample].num_tokens(module)
         return {"x": torch.randn(num_tokens, WIDTH, generator=generator, dtype=torch.float64)}
 

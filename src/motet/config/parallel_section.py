@@ -181,6 +181,10 @@ class ParallelConfig(Section):
     recompute_features: tuple[str, ...] = ()
     """Towers or encoders whose stages keep only their input and recompute everything else in the backward pass. They
     hold the activations of one microbatch at a time, even if many microbatches are in the pipeline."""
+    run_ahead: bool = False
+    """Whether encoders that need no backward (frozen from their first layer to the end of a stage) compute the next
+    batch's forwards while their ranks wait for the end of an iteration (docs/schedules.md). If it is not given, planner
+    `auto` chooses."""
     zero1: bool = False
     """Whether to shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 replicas keep
     each part. If it is not given, planner `auto` chooses."""

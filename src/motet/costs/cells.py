@@ -174,7 +174,8 @@ class Cells:
         return self._outputs[key]
 
     def model_flops(self, weights: Floats | None = None, *, recomputed: bool = False) -> float:
-        """FLOPs of the forward and of the gradients that trainable layers need, without copies.
+        """FLOPs of the forward and of the gradients that trainable layers need, without copies; of encoders that run
+        ahead, the forwards that run in this iteration.
 
         `recomputed`: with the forwards that backwards repeat. `weights`: number of cells that each cell represents;
         None: 1."""
@@ -189,6 +190,8 @@ class Cells:
                 passes = known[layer].passes(needs.input_gradient, needs.weight_gradient, recomputed=again)
                 parts.append(passes.forward.plus(passes.backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
+        if self.routes.cell_ran_before.any():
+            weights = np.where(self.routes.cell_ran_before, 0.0, 1.0 if weights is None else weights)
         pairs, place = np.unique(np.stack([self.kind, self.load]), axis=1, return_inverse=True)
         counts = np.bincount(place.reshape(-1), weights)
         return sum(

@@ -178,6 +178,7 @@ class IterationCosts:
                 for overlap, count in of_action.items():
                     both = np.array([part.of_microbatch(kind.num_shares) for part in overlap])
                     by_kind[action][own] -= count * (both @ sums[cells.load[own]].T).min(axis=0)
+        forward[self.routes.cell_ran_before] = 0.0  # Of `by_kind`, too.
         return np.stack([self._longest_together(by_kind[kind]) for kind in KINDS])
 
     def _longest_together(self, seconds: Floats) -> Floats:
@@ -355,7 +356,15 @@ class IterationCosts:
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         number = self.routes.number_of_cell[cell]
+        if self.routes.cell_is_kept[number] or self.routes.cell_ran_before[number]:
+            return self._kept_bytes(cell)
         return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
+
+    def _kept_bytes(self, cell: Cell) -> int:
+        """Bytes of a cell's output on each rank of its stage, which the next iteration hands on."""
+        stage, workload = self.routes.stage(cell), self.cells.arranged(cell.module, cell.replica)
+        load, element_bytes = self.cells.load_of(cell), self.memory.activation_bytes
+        return round(boundary_bytes(workload, stage.layers[1], load, element_bytes, num_shares=stage.cp_size))
 
     def saved_sizes(self, dependencies: Dependencies) -> Ints:
         assert dependencies.routes is self.routes
@@ -518,12 +527,24 @@ class IterationCosts:
         return self._memory_limit
 
     @cached_property
+    def _kept_on_ranks(self) -> Mapping[int, int]:
+        """By rank, bytes of what encoders have kept for this iteration, or keep for the next one if that is more."""
+        result: dict[int, int] = {}
+        for cells in (self.routes.ran_before, self.routes.kept):
+            held: dict[int, int] = defaultdict(int)
+            for cell in cells:
+                for rank in self.routes.stage(cell).ranks:
+                    held[rank] += self._kept_bytes(cell)
+            result = {rank: max(held[rank], result.get(rank, 0)) for rank in held.keys() | result.keys()}
+        return result
+
+    @cached_property
     def _memory_limit(self) -> MemoryLimit:
         buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
         usable = int(usable_bytes(self.cluster)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
-            limit_bytes=lambda rank: usable - self.static_bytes(rank),
+            limit_bytes=lambda rank: usable - self.static_bytes(rank) - self._kept_on_ranks.get(rank, 0),
             half_saved_bytes=lambda cell: self.saved_bytes(cell, half=True),
         )
 

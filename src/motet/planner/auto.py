@@ -17,7 +17,8 @@ Then `auto` tries
 * the fastest few that do not fit, with parameters that their replicas share (`motet.planner.layouts.sharing`);
 * the best few with other context parallelism (`motet.planner.layouts.context_methods`) and under other schedules;
 * the best one, and the fastest that does not fit, with sequence parallelism;
-* the best one under balanced assignments.
+* the best one under balanced assignments;
+* the best few with encoders that run ahead.
 
 Plans that fit go before plans that are fast. If none fits, and the user has fixed these options, `auto` searches again
 under options that save memory, the least intrusive first, and takes the plan of the first that fits. The options are
@@ -42,6 +43,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from motet.assignment.next_batch import why_not_ahead
 from motet.cluster.rank_placement import replicas_side_by_side
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
@@ -156,6 +158,7 @@ class Choice:
             by_kind.setdefault(kind, []).append(name)
         parts += [f"{kind} of {' and '.join(names)} recomputed" for kind, names in by_kind.items()]
         parts += ["optimizer's state sharded"] if plan.zero1 else []
+        parts += ["encoders run ahead"] if plan.run_ahead else []
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
         if self.repaired_s is not None:
@@ -271,6 +274,7 @@ class _Search:
             self._place_replicas()
         if self.problem.chooses_assignment:
             self._compare_assignments()
+        self._try_run_ahead()
 
     def add(self, found: Iterable[Evaluation], what: str) -> None:
         for evaluation in found:
@@ -416,7 +420,19 @@ class _Search:
         self.add(found.values(), "another assignment")
         self.assignments_s = {name: each.iteration_time_s for name, each in found.items()}
 
+    def _try_run_ahead(self) -> None:
+        """Tries the best plans with encoders that run the next batch's forwards."""
+        if self.problem.chooses_run_ahead or self.problem.run_ahead:
+            best = [each for each in _best(self.evaluations) if not each.plan.run_ahead]
+            self.add([found for each in best for found in _with_run_ahead(each)], "encoders ahead")
+
     def choice(self, ended_early: str | None) -> Choice:
+        if self.problem.run_ahead:
+            found = [each for each in self.evaluations if each.plan.run_ahead]
+            if not found:
+                best = min(self.evaluations, key=rank)
+                found = [evaluate(best.problem, best.problem.with_run_ahead(best.plan))]
+            self.evaluations = found
         best = min(self.evaluations, key=rank)
         found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
         plan = replace(best.plan, planner=PLANNER)
@@ -574,7 +590,12 @@ def _sharing(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
         and all(module.ep == 1 for module in e.plan.modules.values())
     ]
     tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
-    return [evaluate(each.problem, plan) for each in tried for plan in sharing_plans(each.problem, each.plan)]
+    return [
+        evaluate(each.problem, plan)
+        for each in tried
+        for plan in sharing_plans(each.problem, each.plan)
+        if not plan.run_ahead or why_not_ahead(plan) is None
+    ]
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
@@ -661,6 +682,14 @@ def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
+def _with_run_ahead(evaluation: Evaluation) -> list[Evaluation]:
+    """The same plan with encoders that run ahead, if some can."""
+    try:
+        return [evaluate(evaluation.problem, evaluation.problem.with_run_ahead(evaluation.plan))]
+    except UserError:
+        return []
+
+
 def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
     """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs are
     known; else nothing."""
@@ -701,6 +730,8 @@ def _bound_of_choice(
         problem = problem.with_options(max_ep=problem.num_devices)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
         problem, gathers = _with_all_memory(problem), False
+    if chosen.run_ahead:
+        problem = problem.with_options(run_ahead=True)
     bound_s = bound_of_all(problem, candidates, chosen, at_most_s, gathers=gathers)
     if not _is_sequence_parallel(chosen):
         return bound_s

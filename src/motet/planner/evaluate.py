@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, check_run_ahead
 from motet.balancing.policies import assign
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import usable_bytes
@@ -54,7 +55,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One iteration of the plan on the problem's typical batch."""
+    """One iteration of the plan on the problem's typical batch; with run-ahead one of many, between others like it."""
 
     problem: PlanningProblem
     plan: Plan
@@ -126,6 +127,7 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
+    check_run_ahead(plan)
     return _simulated(problem, plan, _prepare(problem, plan, folded=folded))
 
 
@@ -150,15 +152,18 @@ def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Eval
 def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
     workloads = {name: module.workload for name, module in problem.all_modules.items()}
 
+    num_batches = 2 if plan.run_ahead else 1
+
     def costs(assignment: BatchAssignment, folding: Folding | None = None) -> IterationCosts:
+        ahead = RunAhead(True, assignment, problem.samples) if plan.run_ahead else NO_RUN_AHEAD
         return IterationCosts(
-            derive_routes(plan, assignment, problem.samples),
-            problem.samples,
+            derive_routes(plan, assignment, problem.samples, ahead=ahead),
+            problem.samples * num_batches,
             workloads=workloads,
             table=problem.table,
             cluster=problem.cluster,
             memory=problem.memory,
-            sample_kinds=problem.sample_kinds,
+            sample_kinds=problem.sample_kinds * num_batches,
             replica_of=None if folding is None else folding.replica_of,
         )
 

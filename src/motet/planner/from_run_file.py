@@ -99,6 +99,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         microbatch_numbers=_numbers(config) if is_open and "num_microbatches" not in given else (),
         free_dp_sizes=_dp_sizes(config, 1),
         contrastive_batch_size=config.train.contrastive_batch_size,
+        run_ahead=config.parallel.run_ahead,
+        chooses_run_ahead=is_open and "run_ahead" not in given,
         memory=_memory_options(config),
         may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
         may_share_experts=config.train.failures is None,
@@ -108,6 +110,10 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 
 def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) -> None:
+    if config.parallel.run_ahead and config.train.failures is not None:
+        raise UserError("parallel.run_ahead: is not supported with train.failures; leave one of them out")
+    if config.parallel.run_ahead and graph.of_kind("loss"):
+        raise UserError("parallel.run_ahead: is not supported for contrastive towers; leave it out")
     schedule, assignment = config.parallel.schedule, config.parallel.assignment
     if assignment not in ASSIGNMENTS:
         near = closest(assignment.lower(), ASSIGNMENTS, "give one of")
@@ -152,6 +158,8 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
     degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
     plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
+    if parallel.run_ahead and not plan.run_ahead:
+        plan = problem.with_run_ahead(plan)  # It says why it cannot.
     again = [name for name, own in plan.modules.items() if own.data_module(name) in parallel.recompute_features]
     return replace(plan, recompute_features=tuple(again)) if again else plan
 

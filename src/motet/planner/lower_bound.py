@@ -6,6 +6,9 @@ interleaved, with copies, some devices unused) and schedules (backwards split or
 assigned by `problem.assignment`. With `mixed`, stages of one module may differ in tensor parallelism: every layer then
 has the best of the sizes for each of the sums below, and 3 does not apply.
 
+If encoders may run ahead (`problem.run_ahead`), nothing waits for the forwards of their frozen leading layers, which
+have neither head nor tail.
+
 Relaxed: messages, reductions and exchanges of context-parallel groups take no time; memory counts as one sum of static
 bytes over all devices; ranks may interrupt and divide work arbitrarily. Tensor-parallel groups lie within nodes, as
 their costs assume. Kept:
@@ -206,18 +209,28 @@ class _Modules:
         return self._batch_s[key]
 
     def microbatch_s(self, name: str, size: Size) -> tuple[Floats, Floats]:
-        """Least seconds of each layer for one microbatch: of its forward, and of its backward without the weight
-        gradients."""
+        """Least seconds of each layer for one microbatch between others that it waits for: of its forward, and of its
+        backward without the weight gradients."""
         if (name, size) not in self._microbatch_s:
             problem, estimator = self.problem, self.problem.estimator
             num_cut = size.num_replicas * problem.num_microbatches
             smallest = max(1, len(problem.samples) // num_cut) if problem.cuts_evenly else 1
             of_sizes = [estimator.lower_bound_microbatch_times(name, tp, smallest, cp=size.cp) for tp in size.tp]
+            forward_s = np.array([[time.forward_s for time in times] for times in of_sizes]).min(axis=0)
+            forward_s[: self.num_ahead(name)] = 0.0
             self._microbatch_s[name, size] = (
-                np.array([[time.forward_s for time in times] for times in of_sizes]).min(axis=0),
+                forward_s,
                 np.array([[time.backward_s - time.weight_s for time in times] for times in of_sizes]).min(axis=0),
             )
         return self._microbatch_s[name, size]
+
+    def num_ahead(self, name: str) -> int:
+        """Number of a module's leading layers for whose forwards nothing has to wait, as they may run in the iteration
+        before."""
+        module = self.problem.modules[name]
+        if not self.problem.run_ahead or module.workload.kind != "encoder" or self.entries[name]:
+            return 0
+        return next((i for i, trains in enumerate(module.trainable_layers) if trains), module.workload.num_layers)
 
     def least_s(self, name: str, size: Size, *, alone: bool) -> tuple[float, float]:
         """The work on all ranks together, and the bound from indivisible layers for the module by itself."""
@@ -371,6 +384,10 @@ def _most_busy(modules: _Modules, sizes: Sizes) -> int:
     }
     ranks = {name: max(size.tp) * size.cp for name, size in sizes.items()}
     of_all = sum(number[name] * ranks[name] for name in sizes)
+    # Beside the batch's own microbatches there may be those of the next batch.
+    ahead = [name for name in sizes if modules.num_ahead(name)]
+    if ahead:
+        return of_all + sum(number[name] * ranks[name] for name in ahead)
     if not modules.is_row:
         return of_all
     # Actions that run at once have different samples; with equally many replicas, different microbatches.
@@ -395,6 +412,7 @@ def _tails(
         follow = max((rest[target][first] for target, first in targets.get(name, [])), default=0.0)
         rest[name] = follow + np.cumsum(both[::-1])[::-1]
         tails[name] = np.where(modules.has_backward[name], backs[name], rest[name] - both)
+        tails[name][: modules.num_ahead(name)] = 0.0
     return tails
 
 

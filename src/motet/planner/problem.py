@@ -4,11 +4,13 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
+from motet.assignment.next_batch import with_run_ahead
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.cluster.rank_placement import on_nodes
@@ -168,6 +170,10 @@ class PlanningProblem:
     """Data-parallel sizes if a replica has one microbatch; for more, those that leave some empty are left out."""
     plans_zero1: bool = False
     """Whether the plan says that the optimizer's state is sharded, and not the run file."""
+    run_ahead: bool = False
+    """Whether encoders that need no backward run the next batch's forwards, in plans in which some can."""
+    chooses_run_ahead: bool = False
+    """Planner `auto` may let them."""
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
@@ -231,7 +237,22 @@ class PlanningProblem:
             ),
             zero1=self.plans_zero1,
         )
+        if self.run_ahead:
+            with suppress(UserError):  # Another plan of the search may.
+                plan = self.with_run_ahead(plan)
         return on_nodes(plan, self.cluster.devices_per_node)
+
+    def with_run_ahead(self, plan: Plan) -> Plan:
+        """The plan with encoders that run ahead. Raises `UserError` if none can."""
+        changed = with_run_ahead(plan)
+        for name, module in changed.modules.items():
+            most = self.all_modules[module.data_module(name)].workload.max_stages
+            if most is not None and max(len(replica.stages) for replica in module.replicas) > most:
+                raise UserError(
+                    f"parallel.run_ahead: {name} would be cut where its frozen layers end, but can have {most} "
+                    f"stage{'s' * (most > 1)} at most; freeze all of its layers, or leave run_ahead out"
+                )
+        return changed
 
     @property
     def all_modules(self) -> dict[str, ModuleProblem]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from motet.assignment.next_batch import stages_ahead
 from motet.costs.communication import communicator_bytes
 from motet.plan import Plan
 from motet.planner.auto import Choice
@@ -27,9 +28,9 @@ def report(
 
 
 def report_evaluation(
-    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32"
+    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32", is_disturbed: bool = False
 ) -> dict[str, Any]:
-    """The JSON of `motet plan` and `motet simulate`."""
+    """The JSON of `motet plan` and `motet simulate`. `is_disturbed`: the evaluation is not that of the plan alone."""
     plan, problem = evaluation.plan, evaluation.problem
     return {
         "planner": plan.planner,
@@ -48,6 +49,7 @@ def report_evaluation(
         "schedule": plan.schedule,
         "assignment": plan.assignment,
         "num_microbatches": plan.num_microbatches,
+        "run_ahead": _run_ahead(evaluation, is_disturbed=is_disturbed) if plan.run_ahead else None,
         "stages": list(_stages(evaluation)),
         "lower_bound_s": evaluation.lower_bound_s,
         "planning_time_s": planning_time_s,
@@ -60,6 +62,35 @@ def report_evaluation(
             if module.shares_over_replicas
         },
     }
+
+
+def _run_ahead(evaluation: Evaluation, *, is_disturbed: bool) -> dict[str, Any]:
+    """The first layers of each encoder that run ahead, and seconds of an iteration without it."""
+    plan = evaluation.plan
+    layers = {
+        name: max(plan.modules[name].replicas[r].stages[number - 1].layers[1] for r, number in replicas.items())
+        for name, replicas in _by_module(stages_ahead(plan)).items()
+    }
+    without = None if is_disturbed else evaluate(evaluation.problem, replace(plan, run_ahead=False))
+    return {"layers": layers, "without_s": None if without is None else without.iteration_time_s}
+
+
+def _by_module(values: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
+    result: dict[str, dict[int, int]] = {}
+    for (name, r), value in values.items():
+        result.setdefault(name, {})[r] = value
+    return result
+
+
+def _run_ahead_text(values: Mapping[str, Any]) -> str:
+    text = "run ahead: the next batch's forwards of " + ", ".join(
+        f"{name} [0, {last})" for name, last in values["run_ahead"]["layers"].items()
+    )
+    without_s = values["run_ahead"]["without_s"]
+    if without_s is None:
+        return text
+    gain = without_s / values["iteration_time_s"] - 1
+    return f"{text}; without, an iteration takes {_ms(without_s)} ({gain:+.1%})"
 
 
 def _communicators(evaluation: Evaluation) -> dict[str, list[int]]:
@@ -169,7 +200,7 @@ def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     folding = evaluation.result.folding
     seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
     for stage_cells in routes.stages:
-        cells = routes.cells[stage_cells.first : stage_cells.last]
+        cells = [cell for cell in routes.cells[stage_cells.first : stage_cells.last] if cell not in routes.ran_before]
         forward_s = [costs.compute_s(Compute(Kind.FORWARD, cell)) for cell in cells]
         backward_s = [
             costs.compute_s(Compute(Kind.BACKWARD, cell)) if cell in routes.with_backward else 0.0 for cell in cells
@@ -206,6 +237,8 @@ def report_text(values: Mapping[str, Any]) -> str:
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}, with recomputation {values['hfu']:.1%}")
+    if values["run_ahead"] is not None:
+        lines.append(_run_ahead_text(values))
     opened = values["communicators"]
     if any(opened["bytes"]):
         lines.append(

@@ -58,6 +58,10 @@ class BoundCompute(NamedTuple):
     runner: StageRunner
     is_split: bool
     """Whether the cell's backward runs in two halves."""
+    ran_before: bool
+    """Whether the cell's forward ran in the iteration before."""
+    is_ahead: bool
+    """Whether the cell is one of the next batch."""
     reducers: tuple[GradientReducer, ...]
     """The reductions whose gradients become final in this action."""
     reads: tuple[BoundRead, ...]
@@ -67,7 +71,7 @@ class BoundCompute(NamedTuple):
     """Of a backward: by source of the routes that enter the cell, the number of the gradient that goes back, if this
     rank needs it."""
     seed_text: bytes
-    """The cell as text, from which its seed is derived."""
+    """The cell as text, from which its seed is derived; of the next batch's cells, as its own iteration names them."""
 
 
 BoundStep = BoundMessage | BoundCompute | Reduce
@@ -163,11 +167,13 @@ class _Binding:
             action=action,
             runner=runner,
             is_split=cell in self._program.split,
+            ran_before=cell in self._routes.ran_before,
+            is_ahead=cell in self._routes.ahead,
             reducers=self._overlapping.get(cell[:3], ()) if is_final else (),
             reads=reads,
             writes=writes,
             returns=returns,
-            seed_text=f"{cell!r})".encode(),
+            seed_text=f"{self._routes.next_name(cell) if cell in self._routes.ahead else cell!r})".encode(),
         )
 
     def _read(self, value: Carried, number: int, route: Route, runner: StageRunner) -> BoundRead:

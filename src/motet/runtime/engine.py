@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
+from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, check_run_ahead
 from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.devices import HostCopy, has_own_memory, peak_memory_bytes, to_device
@@ -23,13 +24,14 @@ from motet.models.stages.stage import Batch
 from motet.parallel.context.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh, pairs_by_tag
 from motet.plan import Plan
-from motet.runtime.batch_copies import BatchCopies
+from motet.runtime.batch_copies import BatchCopies, DeviceBatch
 from motet.runtime.communication.agreement import gather_values, is_same_on_all_ranks
 from motet.runtime.communication.deadline import StepFailedError
 from motet.runtime.communication.messages import LocalProgram, local_program
 from motet.runtime.communication.preflight import open_communicators
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
+from motet.runtime.next_batch import JoinedBatch, NextBatch
 from motet.runtime.router_corrections import RouterCorrections
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import LossRunner, StageRunner
@@ -84,18 +86,21 @@ class IterationResult:
 
 
 class StartedIteration:
-    """An iteration of which all that the device has to do was issued. Its results are on their way to the host."""
+    """An iteration of which all that the device has to do was issued. Its results are on their way to the host.
+
+    `samples`: those of the routes, with the next batch's if some of them were run ahead."""
 
     def __init__(
         self,
         totals: Tensor,
         num_losses: int,
         routes: Routes,
+        samples: Sequence[Sample],
         recorder: SpanRecorder,
         to_result: Callable[[list[float]], IterationResult],
     ) -> None:
         self._on_device, self._num_losses = totals, num_losses
-        self.routes, self.recorder = routes, recorder
+        self.routes, self.samples, self.recorder = routes, samples, recorder
         """The spans of the iteration, and of what was recorded after it: the optimizer's step."""
         self._totals, self._to_result = HostCopy(totals), to_result
 
@@ -138,6 +143,7 @@ class Engine:
         router_bias_update_rate: float = 0.0,
     ) -> None:
         check_assignment(plan)
+        check_run_ahead(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
         mesh = build_mesh(plan, timeout, num_spare_ranks=num_spare_ranks)
         self.model = LocalModel(plan, mesh, make_stage)
@@ -175,13 +181,17 @@ class Engine:
         self._asked_s, self._known_peak = -math.inf, 0
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
         """Programs by the form of their routes; the last used at the end."""
-        self._compared: set[bool] = set()
+        self._compared: set[Hashable] = set()
         self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Assignments of the last batches, some of which are prepared ahead."""
         self._routed: deque[tuple[Sequence[Sample], Routes, Hashable, int]] = deque(maxlen=MIN_ASSIGNMENTS)
         self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Keeps context sequences alive for the stages, which find them by their contents."""
         self._copies = BatchCopies(device, MIN_ASSIGNMENTS) if has_own_memory(device) else None
+        self._copied_ahead: DeviceBatch | None = None
+        """The next batch, on the device."""
+        self._ran_ahead: tuple[Sequence[Sample], tuple[int, ...] | None] | None = None
+        """Samples and seed of the batch that the last iteration ran ahead."""
 
     def open_communicators(self) -> int:
         """Tries every link and group of the plan, and returns how many this rank has. Collective.
@@ -209,8 +219,13 @@ class Engine:
         self._assigned.append((samples, assignment))
         return assignment
 
-    def _routes(self, samples: Sequence[Sample], *, forward_only: bool) -> tuple[Routes, Hashable, int]:
+    def _routes(
+        self, samples: Sequence[Sample], *, forward_only: bool, ahead: RunAhead = NO_RUN_AHEAD
+    ) -> tuple[Routes, Hashable, int]:
         """The routes of a batch, their form, and a digest of its assignment."""
+        if ahead != NO_RUN_AHEAD:
+            routes = derive_routes(self.plan, self.assignment(samples), samples, ahead=ahead)
+            return routes, _form(routes), _digest(f"{ahead.ran_before} {routes.assignment!r}")
         for known, routes, form, cut in tuple(self._routed):
             if known is samples and routes.forward_only == forward_only:
                 return routes, form, cut
@@ -221,13 +236,15 @@ class Engine:
         return routes, form, cut
 
     def _local_program(self, routes: Routes, form: Hashable, samples: Sequence[Sample]) -> LocalProgram:
-        """This rank's program. The first one, with and without backward, is compared between ranks."""
+        """This rank's program. The first one of each kind (with and without backward, and what ran before or runs
+        ahead) is compared between ranks."""
         if form in self._programs:
             self._programs.move_to_end(form)
             return self._programs[form]
         program = self._program(routes, samples)
-        if routes.forward_only not in self._compared:
-            self._compared.add(routes.forward_only)
+        kind = routes.forward_only, bool(routes.ran_before), bool(routes.ahead)
+        if kind not in self._compared:
+            self._compared.add(kind)
             with self.executor.doing("the comparison of the ranks' programs"):
                 _compare(program, samples, self.device)
         self._programs[form] = local_program(program, self.model.mesh.rank)
@@ -241,14 +258,22 @@ class Engine:
         expected = self._expect(routes, samples)
         return make_program(self.plan.schedule, routes, expected.compute_s, memory=expected.memory_limit())
 
-    def run(self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None) -> IterationResult:
+    def run(
+        self,
+        batch: Batch,
+        *,
+        forward_only: bool = False,
+        seed: tuple[int, ...] | None = None,
+        following: NextBatch | None = None,
+    ) -> IterationResult:
         """One iteration. Gradients are *added* to `.grad` of the local parameters, unless `forward_only`.
 
         `seed`: what dropout and the noise of generators depend on, beside stage and microbatch, or sample and item;
         None: the state of torch's generator, and the noise of evaluation.
+        `following`: the batch of the next iteration, if it is known; encoders run ahead of it, if the plan says so.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         with self.executor.deadline.guarded():
-            return self.finish(self._start(batch, forward_only, seed), forward_only=forward_only)
+            return self.finish(self._start(batch, forward_only, seed, following), forward_only=forward_only)
 
     def finish(self, started: StartedIteration, *, forward_only: bool = False) -> IterationResult:
         """Waits for the results of an iteration."""
@@ -266,16 +291,30 @@ class Engine:
         self.executor.sum_over_ranks(torch.zeros(1), "that ends the iteration")
 
     def start(
-        self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None
+        self,
+        batch: Batch,
+        *,
+        forward_only: bool = False,
+        seed: tuple[int, ...] | None = None,
+        following: NextBatch | None = None,
     ) -> StartedIteration:
         """As `run`, without waiting for a device that computes beside the host."""
         with self.executor.deadline.guarded():
-            return self._start(batch, forward_only, seed)
+            return self._start(batch, forward_only, seed, following)
 
-    def _start(self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None) -> StartedIteration:
-        routes, form, cut = self._routes(batch.samples, forward_only=forward_only)
-        program = self._local_program(routes, form, batch.samples)
-        self._prepare(batch, routes)
+    def _start(
+        self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None, following: NextBatch | None
+    ) -> StartedIteration:
+        if not self.plan.run_ahead or forward_only:
+            following = None
+        ahead = NO_RUN_AHEAD if forward_only else self._run_ahead(batch.samples, seed, following)
+        self._prepare(batch, self._routes(batch.samples, forward_only=forward_only)[0])
+        joined = batch
+        if following is not None:
+            self._prepare(following.batch, self._routes(following.batch.samples, forward_only=False)[0])
+            joined = JoinedBatch(batch, following.batch)
+        routes, form, cut = self._routes(batch.samples, forward_only=forward_only, ahead=ahead)
+        program = self._local_program(routes, form, joined.samples)
         losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
         tokens = {
             name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
@@ -283,12 +322,20 @@ class Engine:
         }
         self.gradients_are_complete = False
         self.router_corrections.begin()
+        next_seed = None if following is None else following.seed
         if self._copies is None:
-            self.executor.run(program, routes, batch, tokens, seed)
+            self.executor.run(program, routes, joined, tokens, seed, next_seed)
         else:
-            copied = self._copies.to_device(batch, self._wanted_on_device(batch.samples), self._integers_on_host)
-            self.executor.run(program, routes, copied, tokens, seed)
+            known = self._copied_ahead if ahead.ran_before else None
+            copied = self._to_device(batch) if known is None else known
+            both: Batch = copied
+            if following is not None:
+                self._copied_ahead = self._to_device(following.batch)
+                both = JoinedBatch(copied, self._copied_ahead)
+            self.executor.run(program, routes, both, tokens, seed, next_seed)
             copied.release()
+        if not forward_only:
+            self._ran_ahead = None if following is None else (following.batch.samples, following.seed)
         # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
         peaks = [0.0] * dist.get_world_size()
         peaks[dist.get_rank()] = self._peak_memory_bytes()
@@ -319,7 +366,21 @@ class Engine:
             loss, memory = self.weighted_loss(sums, tokens), tuple(map(int, peaks))
             return IterationResult(loss, sums, tokens, norm**0.5, wish > 0, memory)
 
-        return StartedIteration(totals, len(losses), routes, self.executor.recorder, result)
+        return StartedIteration(totals, len(losses), routes, joined.samples, self.executor.recorder, result)
+
+    def _run_ahead(
+        self, samples: Sequence[Sample], seed: tuple[int, ...] | None, following: NextBatch | None
+    ) -> RunAhead:
+        """What the iteration shares with the one before and the one after it. The same on every rank."""
+        known, self._ran_ahead = self._ran_ahead, None
+        ran_before = known is not None and known[0] is samples and known[1] == seed
+        if following is None:
+            return RunAhead(ran_before)
+        return RunAhead(ran_before, self.assignment(following.batch.samples), following.batch.samples)
+
+    def _to_device(self, batch: Batch) -> DeviceBatch:
+        assert self._copies is not None
+        return self._copies.to_device(batch, self._wanted_on_device(batch.samples), self._integers_on_host)
 
     def _peak_memory_bytes(self) -> int:
         """As `motet.devices.peak_memory_bytes`. An operating system takes its time to tell, so it is asked rarely."""
@@ -410,7 +471,8 @@ def _form(routes: Routes) -> Hashable:
     """The part of routes that a program depends on: cells and what flows between them, not samples."""
     numbers = (routes.cell_stage, routes.cell_microbatch, routes.route_source, routes.route_target)
     stages = tuple(stage[:3] for stage in routes.stages)
-    return routes.forward_only, stages, *(array.tobytes() for array in (*numbers, routes.route_has_gradient))
+    ahead = routes.cell_is_ahead.tobytes(), routes.cell_ran_before.tobytes()
+    return routes.forward_only, stages, *ahead, *(array.tobytes() for array in (*numbers, routes.route_has_gradient))
 
 
 def _digest(text: str) -> int:

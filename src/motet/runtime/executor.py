@@ -68,26 +68,27 @@ class Executor:
         batch: Batch,
         loss_tokens: Mapping[str, int],
         seed: tuple[int, ...] | None = None,
+        next_seed: tuple[int, ...] | None = None,
     ) -> None:
         """One iteration. Afterwards `.grad` of every trainable parameter is the gradient of the global loss, but for
         the sums inside tensor-parallel groups, and each runner's `loss_sum` is its own share of the loss.
 
         Args:
             routes: of this batch; the program is one for routes of their form.
+            batch: with the next batch's samples behind its own, if the routes have cells of it.
             loss_tokens: for each module with a loss, the loss tokens of the global batch.
             seed: what dropout depends on, beside stage and microbatch, and noise, beside sample and item; None: the
                 state of torch's generator, and the noise of evaluation.
+            next_seed: that of the next batch's cells.
         """
         self._routes = routes
-        # Of the text of (seed, cell), whose second half comes later.
-        text = None if seed is None else f"({seed!r}, ".encode()
-        self._seed_digest = None if text is None else hashlib.blake2b(text, digest_size=8)
+        self._seed_digest, self._next_seed_digest = _seed_digest(seed), _seed_digest(next_seed)
         self.deadline.start()
         self.recorder = SpanRecorder(self.mesh.rank, self.device)
         with self.doing("the beginning of the iteration"):
             for stage, runner in self.runners.items():
                 by_block = stage in program.gathered_by_block
-                runner.begin_iteration(routes, batch, loss_tokens, seed, by_block=by_block)
+                runner.begin_iteration(routes, batch, loss_tokens, seed, next_draw_key=next_seed, by_block=by_block)
             if program not in self._bound:
                 self._bound[program] = bind(program, routes, self.runners, self._overlapping)
         bound = self._bound[program]
@@ -127,16 +128,24 @@ class Executor:
     def _forward(self, bound: BoundCompute) -> None:
         action, runner = bound.action, bound.runner
         cell = action.cell
-        incoming, outgoing = self._routes.incoming[cell], self._routes.outgoing[cell]
+        incoming = self._routes.incoming[cell]
+        if bound.ran_before:
+            runner.hand_on(cell)
+            self._put_output(bound)
+            return
         inputs = {incoming[read.route]: self._take(read, incoming[read.route], runner) for read in bound.reads}
-        if self._seed_digest is not None:
-            self._seed_dropout(bound.seed_text)
+        self._seed_dropout(bound)
         start = self.recorder.mark()
         runner.forward(cell, inputs, is_split=bound.is_split)
-        for number, value in bound.writes:
-            self._mailbox.put(value, runner.output(outgoing[number]))
+        self._put_output(bound)
         self.recorder.record(action, action.kind.value, start)
-        runner.forget_output(cell)
+
+    def _put_output(self, bound: BoundCompute) -> None:
+        cell = bound.action.cell
+        outgoing = self._routes.outgoing[cell]
+        for number, value in bound.writes:
+            self._mailbox.put(value, bound.runner.output(outgoing[number]))
+        bound.runner.forget_output(cell)
 
     def _backward(self, bound: BoundCompute) -> None:
         """A whole backward, or its input half."""
@@ -144,8 +153,8 @@ class Executor:
         cell = action.cell
         outgoing = self._routes.outgoing[cell]
         gradients = {outgoing[read.route]: self._take(read, outgoing[read.route], runner) for read in bound.reads}
-        if self._seed_digest is not None and runner.runs_again(cell):
-            self._seed_dropout(bound.seed_text)
+        if runner.runs_again(cell):
+            self._seed_dropout(bound)
         start = self.recorder.mark()
         for reducer in bound.reducers:
             reducer.arm()
@@ -227,11 +236,13 @@ class Executor:
                 return
         self._mailbox.receive(message, bound.value, shape, bound.dtype, self.device)
 
-    def _seed_dropout(self, cell: bytes) -> None:
+    def _seed_dropout(self, bound: BoundCompute) -> None:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
-        assert self._seed_digest is not None
-        digest = self._seed_digest.copy()
-        digest.update(cell)
+        known = self._next_seed_digest if bound.is_ahead else self._seed_digest
+        if known is None:
+            return
+        digest = known.copy()
+        digest.update(bound.seed_text)
         seed = int.from_bytes(digest.digest(), "little", signed=True)
         seed_generators(self.device, seed)
 
@@ -286,6 +297,11 @@ class Executor:
 
     def _stage(self, cell: Cell) -> Stage:
         return self.runners[cell[:3]].stage
+
+
+def _seed_digest(seed: tuple[int, ...] | None) -> "hashlib.blake2b | None":
+    """Of the first half of the text of (seed, cell)."""
+    return None if seed is None else hashlib.blake2b(f"({seed!r}, ".encode(), digest_size=8)
 
 
 def _rows_of_piece(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:

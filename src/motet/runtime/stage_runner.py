@@ -91,6 +91,10 @@ class StageRunner:
         self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Cells awaiting their weight-gradient pass."""
+        self._kept: dict[Cell, Tensor] = {}
+        """Outputs of the next batch's cells, by the names that they have in the next iteration."""
+        self._kept_before: dict[Cell, Tensor] = {}
+        """Outputs that the iteration before has kept for this one."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of the stage's losses in the iteration so far, unweighted."""
 
@@ -101,14 +105,18 @@ class StageRunner:
         loss_tokens: Mapping[str, int],
         draw_key: tuple[int, ...] | None = None,
         *,
+        next_draw_key: tuple[int, ...] | None = None,
         by_block: bool = True,
     ) -> None:
         """Args:
         loss_tokens: for each module with a loss, the loss tokens of the whole global batch.
         draw_key: as that of `StageInput`.
+        next_draw_key: that of the next batch's cells.
         by_block: whether a fully sharded stage gathers its parameters block by block; otherwise once, now.
         """
-        self._routes, self._batch, self._draw_key = routes, batch, draw_key
+        self._routes, self._batch, self._draw_key, self._next_draw_key = routes, batch, draw_key, next_draw_key
+        if not routes.forward_only:
+            self._kept_before, self._kept = self._kept, {}
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
         self._half_done.clear()
@@ -120,6 +128,8 @@ class StageRunner:
 
     def end_iteration(self) -> None:
         """Collective where replicas share parameters."""
+        if not self._routes.forward_only:
+            self._kept_before.clear()
         if self._sharded is not None:
             self._sharded.end_step(with_gradients=not self._routes.forward_only)
 
@@ -231,8 +241,16 @@ class StageRunner:
         if self._loss_weight:
             assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
             self.loss_sum += output.loss.detach()
-        if keeps_graph or self._routes.outgoing[cell]:
+        if keeps_graph or self._hands_on(cell):
             self._saved[cell] = Saved(leaves, output, split)
+
+    def hand_on(self, cell: Cell) -> None:
+        """In place of `forward`, for a cell that ran in the iteration before: its output is what was kept."""
+        self._saved[cell] = Saved({}, StageOutput(self._kept_before.pop(cell)), None)
+
+    def _hands_on(self, cell: Cell) -> bool:
+        """Whether a cell's output is needed beyond its own backward."""
+        return bool(self._routes.outgoing[cell]) or cell in self._routes.kept
 
     def _stage_input(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> StageInput:
         members = self._routes.samples(cell)
@@ -253,8 +271,8 @@ class StageRunner:
             features=features,
             hidden=next((leaf for route, leaf in leaves.items() if route.source.module == self.name), None),
             incoming=self._incoming(leaves, members),
-            hands_on=bool(self._routes.outgoing[cell]),
-            draw_key=self._draw_key,
+            hands_on=self._hands_on(cell),
+            draw_key=self._next_draw_key if cell in self._routes.ahead else self._draw_key,
             shares=self._shares(cell),
         )
 
@@ -287,6 +305,10 @@ class StageRunner:
 
     def forget_output(self, cell: Cell) -> None:
         """Called when all routes have taken what they carry from a cell."""
+        if cell in self._routes.kept:
+            made = self._saved[cell].output.hidden
+            assert made is not None
+            self._kept[self._routes.next_name(cell)] = made
         if cell not in self._routes.with_backward:
             self._saved.pop(cell, None)
             return

@@ -102,6 +102,9 @@ class _Together:
             route_samples=lambda i: routes.route_samples(int(of_routes[i])),
             cell_has_backward=routes.cell_has_backward[cells],
             cell_has_weight_gradient=routes.cell_has_weight_gradient[cells],
+            cell_is_ahead=routes.cell_is_ahead[cells],
+            cell_ran_before=routes.cell_ran_before[cells],
+            num_microbatches=routes.num_microbatches,
             forward_only=routes.forward_only,
         )
         self.members: dict[Cell, list[Cell]] = defaultdict(list)

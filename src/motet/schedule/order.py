@@ -59,7 +59,17 @@ def lanes_of(schedule: Schedule, dependencies: Dependencies) -> Lanes:
 def seconds_of_actions(numbers: Ints, dependencies: Dependencies, duration_s: Durations) -> Floats:
     """The durations of the actions of these numbers, by number; the others' are anything.
 
-    A cost model's `compute_s` is not asked for each action if the model tells all at once (`ArrayCosts`)."""
+    A cost model's `compute_s` is not asked for each action if the model tells all at once (`ArrayCosts`). Forwards that
+    ran in the iteration before take no time."""
+    seconds = _seconds(numbers, dependencies, duration_s)
+    ran_before = np.flatnonzero(dependencies.routes.cell_ran_before)
+    if len(ran_before):
+        seconds = seconds.copy()
+        seconds[ran_before] = 0.0
+    return seconds
+
+
+def _seconds(numbers: Ints, dependencies: Dependencies, duration_s: Durations) -> Floats:
     costs = getattr(duration_s, "__self__", None)
     if costs is not None and hasattr(costs, "compute_seconds") and duration_s == costs.compute_s:
         all_seconds: Floats = costs.compute_seconds(dependencies)
@@ -97,10 +107,20 @@ def check_acyclic(schedule: Schedule, dependencies: Dependencies) -> None:
 def iteration_s(schedule: Schedule, dependencies: Dependencies, duration_s: Durations) -> float:
     """Time at which the last action ends if messages take no time. Raises `CyclicScheduleError` as `order_actions`
     does."""
+    return float(times_s(schedule, dependencies, duration_s)[1].max(initial=0.0))
+
+
+def times_s(schedule: Schedule, dependencies: Dependencies, duration_s: Durations) -> tuple[Floats, Floats]:
+    """Start and end of each action by number, if messages take no time; 0 for actions that the schedule does not have.
+    Raises `CyclicScheduleError` as `order_actions` does."""
     nothing_sent = np.zeros(2 * dependencies.routes.num_routes, dtype=bool)
     clock = _Clock(schedule, lanes_of(schedule, dependencies), dependencies, nothing_sent)
-    end_s, _ = clock.run(seconds_of_actions(clock.present, dependencies, duration_s))
-    return float(end_s.max(initial=0.0))
+    seconds = seconds_of_actions(clock.present, dependencies, duration_s)
+    end_s = np.zeros(dependencies.num_actions)
+    end_s[clock.present], _ = clock.run(seconds)
+    start_s = end_s.copy()
+    start_s[clock.present] -= seconds[clock.present]
+    return start_s, end_s
 
 
 NONE, MANY, SHARED = -1, -2, -3

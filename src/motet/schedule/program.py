@@ -5,6 +5,7 @@ What is simulated is what runs only if both order the same actions by the same e
 
 from motet.schedule.action import Durations, unit_duration
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.fill_ahead import schedule_with_next_batch
 from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.joint_cells import joint_schedule
@@ -29,4 +30,8 @@ def make_schedule(
 ) -> Schedule:
     """The order of its compute actions; as for `make_program`."""
     generator, limit = GENERATORS[schedule], memory if schedule in WITHIN_MEMORY else None
-    return joint_schedule(routes, duration_s, limit, lambda r, costs, most: generator(r, costs, memory=most))
+
+    def make(shown: Routes, costs: Durations | None) -> Schedule:
+        return joint_schedule(shown, costs, limit, lambda r, costs, most: generator(r, costs, memory=most))
+
+    return schedule_with_next_batch(routes, duration_s, make) if routes.runs_ahead else make(routes, duration_s)

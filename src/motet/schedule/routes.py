@@ -10,16 +10,17 @@ handled without a million objects. The objects (`cells`, `incoming`, ...) are vi
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.next_batch import NO_RUN_AHEAD, RunAhead, joined_assignment, stages_ahead
 from motet.assignment.sample import Sample
 from motet.plan import ModulePlan, Plan, Stage, module_order
-from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of
+from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of, starts_of
 
 
 class Cell(NamedTuple):
@@ -58,6 +59,7 @@ class Routes:
 
     plan: Plan
     assignment: BatchAssignment
+    """With the microbatches of the next batch that run ahead (`motet.assignment.next_batch`)."""
     stages: tuple[StageCells, ...]
     """Stages with cells, in topological order; cells are numbered through all of them."""
     cell_stage: Ints
@@ -71,6 +73,12 @@ class Routes:
     """The route of this number."""
     cell_has_backward: Bools
     cell_has_weight_gradient: Bools
+    cell_is_ahead: Bools
+    """Cells of the next batch."""
+    cell_ran_before: Bools
+    """Cells whose forward ran in the iteration before: here its kept output is sent, and it takes no time."""
+    num_microbatches: Mapping[tuple[str, int], int]
+    """The batch's own microbatches of each (module, replica); those of the next batch stand behind them."""
     forward_only: bool = False
     """Evaluation: nothing has a backward pass and nothing is reduced."""
 
@@ -139,6 +147,33 @@ class Routes:
         return {cell: tuple(routes[i] for i in row) for cell, row in zip(self.cells, rows.to_lists(), strict=True)}
 
     @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether the iteration shares forwards with the one before or the one after it."""
+        return bool(self.cell_is_ahead.any() or self.cell_ran_before.any())
+
+    @cached_property
+    def cell_is_kept(self) -> Bools:
+        """Cells whose output the next iteration hands on: those of the next batch that hand on nothing in this one."""
+        return self.cell_is_ahead & (self.routes_out.lengths == 0)
+
+    @cached_property
+    def ahead(self) -> frozenset[Cell]:
+        """Cells of the next batch."""
+        return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_is_ahead).tolist())
+
+    @cached_property
+    def kept(self) -> frozenset[Cell]:
+        return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_is_kept).tolist())
+
+    @cached_property
+    def ran_before(self) -> frozenset[Cell]:
+        return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_ran_before).tolist())
+
+    def next_name(self, cell: Cell) -> Cell:
+        """The name that a cell of the next batch has in the next iteration."""
+        return cell._replace(microbatch=cell.microbatch - self.num_microbatches[cell.module, cell.replica])
+
+    @cached_property
     def cell_has_input_gradient(self) -> Bools:
         """Whether a gradient goes back from the cell to one before it."""
         return np.bincount(self.route_target[self.route_has_gradient], minlength=self.num_cells) > 0
@@ -159,19 +194,57 @@ class Routes:
     def samples(self, cell: Cell) -> tuple[int, ...]:
         return self.assignment.samples_of(cell.module, cell.replica, cell.microbatch)
 
+    def selected(self, keep: Bools) -> "Routes":
+        """The cells that are kept, and the routes between them."""
+        starts = starts_of(keep).tolist()
+        of_stages = [
+            stage._replace(first=starts[stage.first], last=starts[stage.last])
+            for stage in self.stages
+            if starts[stage.first] < starts[stage.last]
+        ]
+        number = np.cumsum(keep) - 1
+        routes = np.flatnonzero(keep[self.route_source] & keep[self.route_target])
+        sizes = np.array([stage.last - stage.first for stage in of_stages], dtype=np.int64)
+        return replace(
+            self,
+            stages=tuple(of_stages),
+            cell_stage=np.repeat(np.arange(len(of_stages)), sizes),
+            cell_microbatch=self.cell_microbatch[keep],
+            route_source=number[self.route_source[routes]],
+            route_target=number[self.route_target[routes]],
+            route_has_gradient=self.route_has_gradient[routes],
+            route_samples=lambda i: self.route_samples(int(routes[i])),
+            cell_has_backward=self.cell_has_backward[keep],
+            cell_has_weight_gradient=self.cell_has_weight_gradient[keep],
+            cell_is_ahead=self.cell_is_ahead[keep],
+            cell_ran_before=self.cell_ran_before[keep],
+        )
+
 
 def derive_routes(
-    plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], *, forward_only: bool = False
+    plan: Plan,
+    assignment: BatchAssignment,
+    samples: Sequence[Sample],
+    *,
+    forward_only: bool = False,
+    ahead: RunAhead = NO_RUN_AHEAD,
 ) -> Routes:
     """Every route of the iteration, for every stage boundary, inside a module too.
 
-    `forward_only`: evaluation; nothing has a backward pass.
+    `forward_only`: evaluation; nothing has a backward pass. `ahead`: what is shared with the iterations before and
+    after it; `samples` and `assignment` are of the batch alone.
     Raises `ValueError` if the assignment gives a sample's tokens to a consumer but to no producer, or to two.
     """
-    stages, microbatches = _number_cells(plan, assignment)
+    own = {(name, r): len(cut) for name, replicas in assignment.microbatches.items() for r, cut in enumerate(replicas)}
+    assignment, samples = (
+        joined_assignment(plan, assignment, len(samples), ahead),
+        [*samples, *ahead.next_samples] if ahead.next_samples else samples,
+    )
+    stages, microbatches, is_ahead, ran_before = _number_cells(plan, assignment, own, ahead)
     num_cells = len(microbatches)
     sizes = np.array([stage.last - stage.first for stage in stages], dtype=np.int64)
-    inside = _flows_inside_modules(stages)
+    cells_differ = bool(is_ahead.any() or ran_before.any())
+    inside = _flows_between_unlike(stages, microbatches) if cells_differ else _flows_inside_modules(stages)
     between = _flows_between_modules(plan, assignment, samples, stages, microbatches)
     source = np.concatenate([inside[0], np.array([flow.source for flow in between], dtype=np.int64)])
     target = np.concatenate([inside[1], np.array([flow.target for flow in between], dtype=np.int64)])
@@ -188,6 +261,7 @@ def derive_routes(
     has_backward = produces_gradient & reaches_loss
     if forward_only:
         has_backward[:] = produces_gradient[:] = False
+    assert not has_backward[is_ahead | ran_before].any(), "what runs ahead needs no backward"
     trainable = np.array([_is_trainable(plan, stage) for stage in stages], dtype=bool)
     return Routes(
         plan=plan,
@@ -201,15 +275,24 @@ def derive_routes(
         route_samples=samples_of_route,
         cell_has_backward=has_backward,
         cell_has_weight_gradient=has_backward & trainable[cell_stage],
+        cell_is_ahead=is_ahead,
+        cell_ran_before=ran_before,
+        num_microbatches=own,
         forward_only=forward_only,
     )
 
 
-def _number_cells(plan: Plan, assignment: BatchAssignment) -> tuple[list[StageCells], Ints]:
-    """The stages that have cells, in topological order, and each cell's microbatch."""
+def _number_cells(
+    plan: Plan, assignment: BatchAssignment, own: Mapping[tuple[str, int], int], ahead: RunAhead
+) -> tuple[list[StageCells], Ints, Bools, Bools]:
+    """The stages that have cells, in topological order, each cell's microbatch, whether it is one of the next batch,
+    and whether its forward ran in the iteration before. `own`: number of the batch's own microbatches."""
     stages: list[StageCells] = []
     microbatches: list[Ints] = []
+    are_ahead: list[Bools] = []
+    ran_before: list[Bools] = []
     first = 0
+    num_ahead = stages_ahead(plan)
     for name in module_order(plan):
         replicas = plan.modules[name].replicas
         filled = [{i for i, m in enumerate(cut) if m} for cut in assignment.microbatches[name]]
@@ -217,14 +300,27 @@ def _number_cells(plan: Plan, assignment: BatchAssignment) -> tuple[list[StageCe
             everyone = set[int]().union(*(filled[r] for r in together))
             for r in together:
                 filled[r] = everyone
+        numbers = [np.array(sorted(of_replica), dtype=np.int64) for of_replica in filled]
         for s in range(max(len(replica.stages) for replica in replicas)):
             for r, replica in enumerate(replicas):
-                if s < len(replica.stages) and len(filled[r]):
-                    last = first + len(filled[r])
-                    stages.append(StageCells(name, r, s, replica.stages[s], first, last))
-                    microbatches.append(np.array(sorted(filled[r]), dtype=np.int64))
-                    first = last
-    return stages, np.concatenate(microbatches) if microbatches else np.zeros(0, dtype=np.int64)
+                if s >= len(replica.stages):
+                    continue
+                here, last_ahead = numbers[r], num_ahead.get((name, r), 0) - 1
+                is_next = np.zeros(len(here), dtype=bool)
+                if last_ahead >= 0:
+                    is_next = here >= own[name, r]
+                    # Of what ran before, the last of these stages alone has cells.
+                    is_here = np.where(is_next, s <= last_ahead, not (ahead.ran_before and s < last_ahead))
+                    here, is_next = here[is_here], is_next[is_here]
+                if len(here):
+                    stages.append(StageCells(name, r, s, replica.stages[s], first, first + len(here)))
+                    microbatches.append(here)
+                    are_ahead.append(is_next)
+                    ran_before.append(~is_next & (ahead.ran_before and s == last_ahead))
+                    first += len(here)
+    if not stages:
+        return stages, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    return stages, np.concatenate(microbatches), np.concatenate(are_ahead), np.concatenate(ran_before)
 
 
 def replicas_together(module: ModulePlan) -> list[range]:
@@ -248,6 +344,24 @@ def _flows_inside_modules(stages: Sequence[StageCells]) -> tuple[Ints, Ints]:
     sizes = np.array([stage.last - stage.first for stage in inner], dtype=np.int64)
     before = np.array([first[stage.module, stage.replica, stage.stage - 1] for stage in inner], dtype=np.int64)
     return ranges(before, sizes), ranges(np.array([stage.first for stage in inner], dtype=np.int64), sizes)
+
+
+def _flows_between_unlike(stages: Sequence[StageCells], microbatches: Ints) -> tuple[Ints, Ints]:
+    """The same where a stage may have other microbatches than the one before it."""
+    run = {stage[:3]: stage for stage in stages}
+    sources, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for stage in stages:
+        before = run.get((stage.module, stage.replica, stage.stage - 1))
+        if before is not None:
+            _, source, target = np.intersect1d(
+                microbatches[before.first : before.last],
+                microbatches[stage.first : stage.last],
+                assume_unique=True,
+                return_indices=True,
+            )
+            sources.append(before.first + source)
+            targets.append(stage.first + target)
+    return np.concatenate(sources), np.concatenate(targets)
 
 
 class _Flow(NamedTuple):
@@ -312,8 +426,10 @@ def _gradients_and_losses(
         if _is_trainable(plan, stage):
             produces_gradient[here] = True
             continue
-        if stage.stage > 0:
-            produces_gradient[here] = produces_gradient[run[stage.module, stage.replica, stage.stage - 1]]
+        before = run.get((stage.module, stage.replica, stage.stage - 1))
+        # Otherwise the cells run ahead, and have no gradient.
+        if before is not None and before.stop - before.start == here.stop - here.start:
+            produces_gradient[here] = produces_gradient[before]
         for cell in range(stage.first, stage.last) if entering else ():
             if entering[cell]:
                 produces_gradient[cell] |= produces_gradient[entering[cell]].any()
@@ -326,7 +442,9 @@ def _gradients_and_losses(
     for stage in reversed(stages):
         here = run[stage[:3]]
         if not _is_last(plan, stage):
-            reaches_loss[here] = reaches_loss[run[stage.module, stage.replica, stage.stage + 1]]
+            after = run.get((stage.module, stage.replica, stage.stage + 1))
+            if after is not None and after.stop - after.start == here.stop - here.start:
+                reaches_loss[here] = reaches_loss[after]
         elif plan.modules[stage.module].loss_weight != 0:
             reaches_loss[here] = True
         for cell in range(stage.first, stage.last) if leaving else ():

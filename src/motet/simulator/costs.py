@@ -42,7 +42,8 @@ class Costs(Protocol):
         """Duration of the reduction after its last participant has joined."""
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        """Bytes that *each* rank of the stage saves for the cell's backward.
+        """Bytes that *each* rank of the stage saves for the cell's backward; of a cell that runs ahead, those of its
+        output, which are kept until the next iteration.
 
         `half`: those that remain from the input half until the weight half has run."""
 
@@ -176,6 +177,9 @@ def step_costs(program: Program, costs: Costs, disturbances: Disturbances | None
         compute_s = np.array([costs.compute_s(action) for action in dependencies.actions(program.actions)], dtype=float)
         sizes = np.array([costs.message_bytes(message) for message in program.messages], dtype=np.int64)
         message_s = np.array([costs.message_s(message) for message in program.messages], dtype=float)
+    # Forwards are the first actions. Those that ran in the iteration before take no time.
+    ran_before = np.append(dependencies.routes.cell_ran_before, False)
+    compute_s[ran_before[np.minimum(program.actions, dependencies.routes.num_cells)]] = 0.0
     if disturbances is not None and not disturbances.none:
         compute_s = compute_s * _factors(program, disturbances)
     gathers = costs.gather_s if isinstance(costs, ShardedCosts) else lambda reduce: 0.0

@@ -6,6 +6,8 @@
 | what the input half leaves | the input half's end | the weight half's end |
 | the buffer of a message, at its sender | the producer's end | the message's end |
 | the buffer of a message, at its receiver | the message's start | the end of the action that reads it |
+| output that the next iteration hands on | the forward's start | always |
+| output that the iteration before has kept | always | when it is handed on |
 | parameters and other static bytes | always | |
 
 Limits: tensors between two stages on the same rank count as saved by them; the cost model adds temporary memory inside
@@ -21,6 +23,7 @@ from motet.ragged_arrays import Floats, Ints, Rows, starts_of
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING
 from motet.schedule.lower import Program
+from motet.schedule.routes import Routes
 from motet.simulator.clock import Times
 from motet.simulator.costs import ArrayCosts, Costs, KindCosts, StepCosts
 from motet.timeline import MemoryCurve
@@ -59,7 +62,7 @@ def memory_curves(
     """Memory by rank. `ranks`: None: all."""
     num_ranks = len(program.lanes.of_rank)
     wanted = range(num_ranks) if ranks is None else sorted(ranks)
-    everything = (_saved(program, costs, times), *_buffers(program, seconds, times))
+    everything = (_saved(program, costs, times), _kept(program, costs, times), *_buffers(program, seconds, times))
     holds = [hold.of_ranks(wanted, num_ranks) for hold in everything]
     return {rank: _curve([hold[rank] for hold in holds], costs.static_bytes(rank)) for rank in wanted}
 
@@ -71,11 +74,12 @@ def peak_by_kind(
     (else `static`), `activations`, `logits` and `messages`. Each adds up to the rank's peak."""
     num_ranks, wanted = len(program.lanes.of_rank), sorted(ranks)
     saved, (sent, received) = _saved(program, costs, times), _buffers(program, seconds, times)
-    kinds = {"activations": [saved], "messages": [sent, received]}
+    kept = _kept(program, costs, times)
+    kinds = {"activations": [saved, kept], "messages": [sent, received]}
     if isinstance(costs, KindCosts):
         logits = _saved(program, costs, times, costs.saved_logits(program.dependencies))
         activations = _Holds(saved.rank, saved.size - logits.size, saved.begin, saved.end)
-        kinds = {"activations": [activations], "logits": [logits], "messages": [sent, received]}
+        kinds = {"activations": [activations, kept], "logits": [logits], "messages": [sent, received]}
     of_ranks = {kind: [hold.of_ranks(wanted, num_ranks) for hold in holds] for kind, holds in kinds.items()}
     result = {}
     for rank in wanted:
@@ -120,14 +124,33 @@ def _saved(program: Program, costs: Costs, times: Times, sizes: Ints | None = No
         size = np.array(
             [costs.saved_bytes(cells[v % num_cells], v >= num_cells) for v in value.tolist()], dtype=np.int64
         )
+    return _on_each_rank(routes, value % max(1, num_cells), size, begin, freed_s[value])
+
+
+def _on_each_rank(routes: Routes, cell: Ints, size: Ints, begin: Floats, end: Floats) -> _Holds:
+    """What each rank of the cells' stages holds. All by cell."""
     groups = [stage.planned.ranks for stage in routes.stages]
     ranks_of_stage = Rows(
         starts_of(np.array([len(group) for group in groups], dtype=np.int64)),
         np.array([rank for group in groups for rank in group], dtype=np.int64),
     )
-    ranks = ranks_of_stage.selected(routes.cell_stage[value % max(1, num_cells)])
-    per_rank = np.repeat(np.arange(len(saving)), ranks.lengths)
-    return _Holds(ranks.values, size[per_rank], begin[per_rank], freed_s[value][per_rank])
+    ranks = ranks_of_stage.selected(routes.cell_stage[cell])
+    per_rank = np.repeat(np.arange(len(cell)), ranks.lengths)
+    return _Holds(ranks.values, size[per_rank], begin[per_rank], end[per_rank])
+
+
+def _kept(program: Program, costs: Costs, times: Times) -> _Holds:
+    """Outputs of encoders that run ahead, in the iteration that makes them and in the one that hands them on."""
+    routes, num_cells = program.dependencies.routes, program.dependencies.routes.num_cells
+    places = np.flatnonzero(program.actions < num_cells)
+    cell = program.actions[places]
+    ran_before = routes.cell_ran_before[cell]
+    wanted = routes.cell_is_kept[cell] | ran_before
+    places, cell, ran_before = places[wanted], cell[wanted], ran_before[wanted]
+    size = np.array([costs.saved_bytes(routes.cells[i], False) for i in cell.tolist()], dtype=np.int64)
+    begin = np.where(ran_before, 0.0, times.action_start[places])
+    end = np.where(ran_before, times.action_end[places], np.inf)
+    return _on_each_rank(routes, cell, size, begin, end)
 
 
 def _buffers(program: Program, seconds: StepCosts, times: Times) -> tuple[_Holds, _Holds]:
@@ -151,6 +174,7 @@ def _curve(holds: list[_Holds], static_bytes: int) -> MemoryCurve:
     # Changes at the same time are added up.
     final = np.flatnonzero(times[1:] != times[:-1])
     final = np.append(final, len(times) - 1) if len(times) else final
+    final = final[np.isfinite(times[final])]  # What is kept for the next iteration is not freed.
     times, held = times[final], held[final]
     if not len(times) or times[0] > 0:
         times, held = np.append(0.0, times), np.append(static_bytes, held)

@@ -108,7 +108,11 @@ class SimulationResult:
         first, last = np.full(num_lanes, last_action_s), np.full(num_lanes, last_action_s)
         place = np.empty(self.program.dependencies.num_actions, dtype=np.int64)
         place[self.program.actions] = np.arange(len(self.program.actions))
+        routes = self.program.dependencies.routes
+        ran_before = np.flatnonzero(routes.cell_ran_before)
         for lane, actions in enumerate(lanes.actions):
+            if len(ran_before):
+                actions = actions[~np.isin(actions, ran_before)]
             if len(actions):
                 first[lane], last[lane] = times.action_start[place[actions[0]]], times.action_end[place[actions[-1]]]
         rank_of = np.arange(self.num_ranks) if self.folding is None else self.folding.rank_of
@@ -173,8 +177,10 @@ class SimulationResult:
         program, times = self.program, self.times
         actions = program.dependencies.actions(program.actions)
         spans: list[list[Span]] = []
+        ran_before = program.dependencies.routes.ran_before
         for action, begin, end in zip(actions, times.action_start.tolist(), times.action_end.tolist(), strict=True):
-            copies = [Compute(action.kind, cell) for cell in self._copies(action.cell)]
+            # What ran in the iteration before is no span of this one.
+            copies = [Compute(action.kind, cell) for cell in self._copies(action.cell) if action.cell not in ran_before]
             spans.append(
                 [
                     Span(rank, str(copy), copy.kind.value, begin, end)

@@ -35,6 +35,26 @@ def test_gradients_are_those_of_one_process(name, tmp_path):
     assert found["num_parameters_compared"] > 40
 
 
+def test_a_frozen_encoder_runs_ahead(tmp_path):
+    """Its further outputs are kept with the others, and enter both stages of the language model."""
+    values = composite_run(
+        tmp_path, "qwen3_vl", pp=2, parts={"vision": {"train": {"module": False, "projector": False}}}
+    )
+    values["parallel"]["run_ahead"] = True
+    found = verify(RunConfig.model_validate_json(json.dumps(values)))
+
+    assert found["passed"], found["failures"]
+    assert found["max_grad_rel_err"] < 1e-9
+
+
+def test_an_encoder_that_cannot_be_cut_does_not_run_ahead_of_its_projector(tmp_path):
+    values = composite_run(tmp_path, "qwen3_vl", parts=FROZEN)
+    values["parallel"]["run_ahead"] = True
+
+    with pytest.raises(UserError, match=r"^parallel\.run_ahead: "):
+        make_plan(RunConfig.model_validate_json(json.dumps(values)))
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_all_of_them_over_stages_and_tensor_parallel_ranks(name, tmp_path):

@@ -102,6 +102,11 @@ CASES: dict[str, dict[str, Any]] = {
         "explicit": {"image": {"pp": 2, "layers_per_stage": [1, 5]}},
         "num_devices": 4,
     },
+    "encoder runs ahead of its projector": {
+        "frozen": {"vision": {"module": False}},
+        "parallel": {"run_ahead": True},
+    },
+    "encoder runs ahead, generator alone trained": {"frozen": ALONE, "parallel": {"run_ahead": True}},
     "encoder alone trained": {"frozen": {"language_model": {"module": False}, "image": NOT_TRAINED}},
     **{
         schedule: {
@@ -273,6 +278,12 @@ def assert_alike(results: dict[str, Any], cases: dict[str, dict[str, Any]]) -> l
 
 
 FIRST = ["embed alone and head alone", "Flux in 2 stages with tp 2"]
+
+
+def test_an_encoder_runs_ahead_beside_a_generator(tmp_path: Path) -> None:
+    results = check_together(tmp_path, [name for name in CASES if "runs ahead" in name])
+    assert_equal(results)
+    assert len(results) == 2
 
 
 def test_a_generator_in_stages_equals_one_process(tmp_path: Path) -> None:

@@ -17,11 +17,14 @@ class Rates:
         self._shortest_s = shortest_s
         self._with_loss = {module.data_module(name) for name, module in plan.modules.items() if module.loss_weight}
 
-    def of_step(self, routes: Routes, samples: Sequence[Sample], step_s: float) -> dict[str, float]:
-        """Tokens are those of the sequences with a loss; of contrastive towers those of all modules."""
+    def of_step(
+        self, routes: Routes, routed: Sequence[Sample], samples: Sequence[Sample], step_s: float
+    ) -> dict[str, float]:
+        """Tokens are those of the sequences with a loss; of contrastive towers those of all modules. `routed`: the
+        samples of the routes, which may be of the next batch too."""
         values = {"samples_per_s": len(samples) / step_s, "tokens_per_s": self._num_tokens(samples) / step_s}
         if self._shortest_s is not None:
-            values["mfu"] = self._shortest_s(routes, samples) / step_s
+            values["mfu"] = self._shortest_s(routes, routed) / step_s
         return values
 
     def _num_tokens(self, samples: Sequence[Sample]) -> int:

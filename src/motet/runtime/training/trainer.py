@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +37,7 @@ from motet.runtime.checkpoint.folder import TrainingState, check_free_space, che
 from motet.runtime.communication.agreement import is_same_on_all_ranks, on_first_rank
 from motet.runtime.communication.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
+from motet.runtime.next_batch import NextBatch
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.training.metrics import OutputError, Progress, Sink, Values, append_line, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
@@ -125,6 +126,12 @@ class LaunchedStep:
     """Seconds for which the host waited for its data."""
 
 
+class FetchedBatch(NamedTuple):
+    batch: LoadedBatch
+    state: dict[str, Any]
+    """The loader's after it."""
+
+
 @dataclass(frozen=True)
 class FinishedStep:
     number: int
@@ -156,7 +163,7 @@ class Trainer:
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
         self.settings, self._rates = settings, rates
         loader.prepare = engine.prepare
-        engine.keep_ahead(loader.batches_ahead)
+        engine.keep_ahead(loader.batches_ahead + engine.plan.run_ahead)
         self.output = Path(settings.output)
         self.is_first = dist.get_rank() == 0
         self.is_paused = False
@@ -167,6 +174,8 @@ class Trainer:
         """Called on every rank after every step."""
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
         self._sinks: list[Sink] = []
+        self._fetched: FetchedBatch | None = None
+        """The next step's batch, where encoders run ahead: what they have run of it is never saved."""
         self._since_s = 0.0
         """When the time of the next step to be finished began, by `time.perf_counter`."""
         self._before: SpanRecorder | None = None
@@ -185,6 +194,7 @@ class Trainer:
         check_same_computation(checkpoint, state.model, self.computation)
         if state.data:  # A loop of the user's own has none (`ParallelModule.save_checkpoint`).
             self.loader.load_state(state.data)
+            self._fetched = None
         load_checkpoint(checkpoint, self.engine.model, self.optimizer)
         self.summary.steps = self.summary.settled_steps = state.step
         self.summary.data = state.data
@@ -205,6 +215,7 @@ class Trainer:
         """Continues from the progress of another trainer. `before`: this process's previous trainer, if it had one."""
         self.summary = summary
         self.loader.load_state(summary.data)
+        self._fetched = None
         self._checkpoints.last = summary.checkpoint
         if before is not None:
             self._checkpoints.follow(before._checkpoints)
@@ -292,15 +303,31 @@ class Trainer:
         """Gives a step to the device."""
         engine, began_s = self.engine, time.perf_counter()
         with engine.executor.doing("waiting for its data"):
-            batch = next(self.loader)
+            batch, data = self._fetched or self._fetch(number)
+            self._fetched = self._fetch(number + 1) if engine.plan.run_ahead and number < self.settings.steps else None
         self._report_skipped(number, batch)
         data_s = time.perf_counter() - began_s
         engine.model.zero_gradients()
-        started = engine.start(batch, seed=(self.settings.seed, number - 1))
+        following = None if self._fetched is None else NextBatch(self._fetched.batch, self._seed(number + 1))
+        started = engine.start(batch, seed=self._seed(number), following=following)
         if self._updates_on_device:
             # Without waiting for the loss: where that is not finite, the device changes nothing.
             self._optimize(number, started.gradient_norm, started.is_finite)
-        return LaunchedStep(number, batch, started, self.loader.state(), data_s)
+        return LaunchedStep(number, batch, started, data, data_s)
+
+    def _fetch(self, number: int) -> "FetchedBatch":
+        """The batch of a step. Collective where samples may be skipped."""
+        batch = next(self.loader)
+        if self.loader.may_skip and not is_same_on_all_ranks(str(batch.indices()), self.engine.device):
+            raise StepFailedError(
+                f"step {number}: the ranks do not agree on which samples can be prepared; do all of "
+                "them, or all data servers, see the same files?"
+            )
+        return FetchedBatch(batch, self.loader.state())
+
+    def _seed(self, number: int) -> tuple[int, ...]:
+        """The seed of a step's dropout and noise."""
+        return self.settings.seed, number - 1
 
     def _runs_ahead(self, launched: Sequence[LaunchedStep]) -> bool:
         """Whether the host gives the device another step before it reads the results of the last one of `launched`."""
@@ -328,7 +355,10 @@ class Trainer:
             with engine.executor.doing("the exchange of new parameters"):
                 self.optimizer.exchange()
         step_s, iteration_s = self._time(step)
-        rates = self._rates.of_step(step.started.routes, step.batch.samples, step_s) if self.is_first else {}
+        started = step.started
+        rates = {}
+        if self.is_first:
+            rates = self._rates.of_step(started.routes, started.samples, step.batch.samples, step_s)
         if "mfu" in rates:
             self.summary.mfu.append(rates["mfu"] * step_s / iteration_s)
         self.summary.step_s.append(step_s)
@@ -387,14 +417,7 @@ class Trainer:
         self.summary.steps += 1
 
     def _report_skipped(self, number: int, batch: LoadedBatch) -> None:
-        """Writes down which samples the batch lacks. Collective where there may be any."""
-        if not self.loader.may_skip:
-            return
-        if not is_same_on_all_ranks(str(batch.indices()), self.engine.device):
-            raise StepFailedError(
-                f"step {number}: the ranks do not agree on which samples can be prepared; do all of "
-                "them, or all data servers, see the same files?"
-            )
+        """Writes down which samples the batch lacks. Collective if it lacks any."""
         if batch.skipped:
             self.summary.skipped_samples += batch.skipped
             line = json.dumps({"step": number, "skipped": batch.skipped})

@@ -25,6 +25,7 @@ from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.runtime.assembly import build_optimizer, part_learning_rates, router_bias_update_rate
 from motet.runtime.engine import Engine
+from motet.runtime.next_batch import NextBatch
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.verification.verify import BuildReference, HeldBatch, collect_weights, load_weights
 
@@ -61,7 +62,10 @@ def compare_steps(
     within `float64_throughout`."""
     before = collect_weights(engine.model)
     optimizer = build_optimizer(config, engine.model)
-    losses = [_step(engine, optimizer, config, batch, number) for number, batch in enumerate(batches)]
+    losses = []
+    for number, batch in enumerate(batches):
+        following = NextBatch(batches[number + 1], (0, number + 1)) if number + 1 < len(batches) else None
+        losses.append(_step(engine, optimizer, config, batch, number, following))
     after = collect_weights(engine.model)
     if before is None or after is None:
         return None
@@ -87,9 +91,16 @@ def compare_steps(
     return StepsComparison(len(batches), plain_losses, losses, errors[worst] if worst else math.inf, worst, len(errors))
 
 
-def _step(engine: Engine, optimizer: Optimizer, config: RunConfig, batch: Batch, finished_steps: int) -> float:
+def _step(
+    engine: Engine,
+    optimizer: Optimizer,
+    config: RunConfig,
+    batch: Batch,
+    finished_steps: int,
+    following: NextBatch | None,
+) -> float:
     engine.model.zero_gradients()
-    result = engine.run(batch, seed=(0, finished_steps))
+    result = engine.run(batch, seed=(0, finished_steps), following=following)
     if config.train.clip_grad_norm:
         engine.model.clip_gradients(result.gradient_norm, config.train.clip_grad_norm)
     optimizer.step(finished_steps)

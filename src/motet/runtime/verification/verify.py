@@ -30,6 +30,7 @@ from motet.parallel.main_gradients import keep_main_gradients, zero_gradient
 from motet.runtime.communication.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
+from motet.runtime.next_batch import NextBatch
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
 from motet.runtime.verification.routing import Choices, collect_routing, recorded_routing, replayed_routing
 
@@ -103,6 +104,7 @@ def verify_batch(
     *,
     dtype: str,
     contrastive_batch_size: int | None = None,
+    before: Batch | None = None,
 ) -> Comparison | None:
     """One iteration of the engine against the references. Collective; returns the comparison on rank 0, else None.
 
@@ -110,7 +112,10 @@ def verify_batch(
         build_reference: called on rank 0 alone.
         dtype: the run's `train.dtype`. In float64 the whole call should be within `float64_throughout`.
         contrastive_batch_size: the samples that a contrastive loss compares; None: the whole batch.
+        before: a batch whose iteration comes first, and in which encoders run ahead of `batch`, if the plan says so.
     """
+    if before is not None:
+        engine.run(before, seed=(*DRAW_KEY[:-1], DRAW_KEY[-1] + 1), following=NextBatch(batch, DRAW_KEY))
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
     with recorded_routing(engine.model.modules(), batch) as records:

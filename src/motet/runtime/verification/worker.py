@@ -27,7 +27,8 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
     torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
     data = open_data(config)
     loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
-    batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(max(1, steps))]
+    num_batches = max(1, steps, 2 * plan.run_ahead)
+    batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(num_batches)]
     for batch in batches:
         _encode_latents(config, batch)
     with float64_throughout() if config.train.dtype == "float64" else nullcontext():
@@ -46,8 +47,9 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
             build_reference,
             dtype=config.train.dtype,
             contrastive_batch_size=config.train.contrastive_batch_size,
+            before=batches[1] if plan.run_ahead else None,
         )
-        stepped = compare_steps(engine, config, batches, build_reference) if steps else None
+        stepped = compare_steps(engine, config, batches[:steps], build_reference) if steps else None
     if comparison is None:
         return {}
     values = comparison.to_json()
