@@ -159,6 +159,15 @@ CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")
 """Classes of diffusers that nothing but a class label conditions."""
 
 
+OF_VIDEOS = (
+    "WanTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+)
+"""Classes of diffusers that generate videos."""
+
+
 def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> ModuleWorkload:
     """A diffusion model's shape, from its class's name in diffusers or from its config.json. `incoming_size`: of what
     conditions it."""
@@ -167,6 +176,11 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         raise UserError(
             f"{where}.config: a {part.config} takes class labels and no hidden states, so it cannot read a language "
             f"model; give {' or '.join(TRANSFORMERS)}"
+        )
+    if part.config in OF_VIDEOS:
+        raise UserError(
+            f"{where}.config: a {part.config} generates videos, which is not supported; give a model of images, such "
+            "as SD3Transformer2DModel"
         )
     if part.config is not None and part.config not in (known := (*TRANSFORMERS, *GENERATORS)):
         near = closest(part.config, known, "give one of")

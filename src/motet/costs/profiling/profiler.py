@@ -358,7 +358,9 @@ def _gradients_to_measure(module: ProfiledModule, layers: LayerRange, *, is_trai
 
 
 def runs_to_measure(workload: ModuleWorkload) -> list[LayerRange]:
-    """One layer of each class, all blocks together, and the whole module."""
+    """One layer of each class, all blocks together, and the whole module; of one that is a single stage, that alone."""
+    if workload.max_stages == 1:
+        return [(0, workload.num_layers)]
     runs = [(index, index + 1) for index in sorted(set(workload.layer_classes())) if workload.layers[index].runs]
     blocks = [i for i in range(workload.num_layers) if workload.has_block((i, i + 1))]
     if len(blocks) > 1:
