@@ -115,7 +115,8 @@ class EmulatedStage(nn.Module):
         incoming_sizes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        if workload.tied or workload.cross_attends:
+        # A generator's conditions travel with its places.
+        if workload.tied or (workload.cross_attends and workload.kind != "generator"):
             raise ValueError(f"{name}: modules with tied parameters or cross-attention cannot be emulated")
         self.name, self.layers, self._workload, self._seconds = name, layers, workload, seconds
         self.hidden_size = workload.boundary(layers[0])[1]

@@ -61,7 +61,7 @@ def configuration(layers: int, width: int) -> RunConfig:
             "patch_size": 2,
             "in_channels": LATENT_CHANNELS,
             "out_channels": LATENT_CHANNELS,
-            "num_layers": layers + layers // 2,
+            "num_layers": layers,
             "attention_head_dim": 32,
             "num_attention_heads": width // 32,
             "joint_attention_dim": width,
@@ -78,7 +78,7 @@ def configuration(layers: int, width: int) -> RunConfig:
         num_samples=NUM_SAMPLES,
         num_microbatches=1,
         trains="all",
-        image_size=160,
+        image_size=112,
     ).model_dump(exclude_unset=True)
     whole["model"]["generators"] = {IMAGE: drawn}
     # A name of data that generators take; the batch is this file's own.
@@ -112,7 +112,8 @@ class DrawingBatch(SyntheticBatch):
             for key, filler in (("input_ids", 0), ("labels", -100))
         )
         latents = torch.randn(LATENT_CHANNELS * LATENT_SIDE**2, generator=generator)
-        return {LANGUAGE_MODEL: {"input_ids": ids, "labels": labels}, IMAGE: {"latents": latents}}
+        of_text = {"input_ids": ids, "labels": labels}
+        return {queries_of(IMAGE): {}, LANGUAGE_MODEL: of_text, IMAGE: {"latents": latents}}
 
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         own = self._drawn[sample]
@@ -199,7 +200,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=6, help="measured blocks of each layout")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block")
-    parser.add_argument("--layers", type=int, default=6, help="blocks of encoder and language model; SD3 has half more")
+    parser.add_argument("--layers", type=int, default=6, help="blocks of each module")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--repetitions", type=int, default=5, help="of the profiler")
     parser.add_argument("--only-emulated", action="store_true", help="with the profile that is there")
@@ -223,8 +224,7 @@ def main(arguments: list[str] | None = None) -> Report:
         measure_costs(config, batch, options).save(args.costs)
     shapes = read_graph(config).workloads
     report.add(
-        f"SigLIP and Llama of {args.layers} blocks and SD3 of {shapes[IMAGE].num_blocks}, width {args.width}, all "
-        f"trained; {shapes[VISION].num_parameters / 1e6:.1f}, {shapes[LANGUAGE_MODEL].num_parameters / 1e6:.1f} and "
+        f"SigLIP, Llama and SD3 of {args.layers} blocks each, width {args.width}, all trained; {shapes[VISION].num_parameters / 1e6:.1f}, {shapes[LANGUAGE_MODEL].num_parameters / 1e6:.1f} and "
         f"{shapes[IMAGE].num_parameters / 1e6:.1f} M parameters; {SAMPLES_PER_MICROBATCH} samples in a microbatch. "
         f"Median (quartiles) of {args.blocks * args.steps} steps, in turns."
     )

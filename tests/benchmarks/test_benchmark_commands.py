@@ -32,6 +32,7 @@ COMMANDS = {
     "--set data.num_train=64 --set train.warmup_steps=0",
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
+    "generator_ratio": f"{ENGINE} --repetitions 1 --costs costs.json",
     "message_bytes": "--layers 2 --width 64 --microbatches 2 --tokens 8 --only pp",
     "executor_overhead": "--rounds 1 --microbatches 4 --iterations 4",
     "host_waits": "--only padding",

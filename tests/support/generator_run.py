@@ -159,7 +159,7 @@ VOICE = {
 }
 CODES = {
     "config": "GPT2Config",
-    "values": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128},
+    "values": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 160},
     "queries": 2,
     "null_condition": 0.2,
     "loss_weight": 0.5,

@@ -102,10 +102,12 @@ _NUMBER_KEYS: Mapping[str, str] = {"mimi": "num_quantizers", "dac": "n_quantizer
 @cache
 def _opened(folder: Path, class_name: str, name: str) -> Any:
     """A codec of this process."""
+    from safetensors import SafetensorError
+
     from motet.families.classes import transformers_class
 
     try:
         return transformers_class(class_name).from_pretrained(folder, use_safetensors=True).float().eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())
         raise UserError(f"{name}.codec: {folder} cannot be loaded ({text})") from None
