@@ -223,10 +223,11 @@ def main(arguments: list[str] | None = None) -> Report:
         args.costs.parent.mkdir(parents=True, exist_ok=True)
         measure_costs(config, batch, options).save(args.costs)
     shapes = read_graph(config).workloads
+    sizes = ", ".join(f"{shapes[name].num_parameters / 1e6:.1f}" for name in (VISION, LANGUAGE_MODEL, IMAGE))
     report.add(
-        f"SigLIP, Llama and SD3 of {args.layers} blocks each, width {args.width}, all trained; {shapes[VISION].num_parameters / 1e6:.1f}, {shapes[LANGUAGE_MODEL].num_parameters / 1e6:.1f} and "
-        f"{shapes[IMAGE].num_parameters / 1e6:.1f} M parameters; {SAMPLES_PER_MICROBATCH} samples in a microbatch. "
-        f"Median (quartiles) of {args.blocks * args.steps} steps, in turns."
+        f"SigLIP, Llama and SD3 of {args.layers} blocks each, width {args.width}, all trained ({sizes} M parameters); "
+        f"{SAMPLES_PER_MICROBATCH} samples in a microbatch. Median (quartiles) of {args.blocks * args.steps} steps, in "
+        "turns."
     )
     if not args.only_emulated:
         report.add(f"## Two processes that compute, {NUM_SAMPLES} samples")
