@@ -20,7 +20,13 @@ from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import CostTable, microbatch_load
 from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
-from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer
+from motet.costs.profiling.links import (
+    NUM_PARAMETER_TENSORS,
+    NUM_SUMMED,
+    measure_end_of_step,
+    measure_links,
+    measure_optimizer,
+)
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile, runs_to_measure
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
@@ -215,6 +221,15 @@ def test_links_with_a_rank_that_only_waits():
     message, all_reduce = run_distributed(work, 3)[2]
     assert (message.latency_s, message.bytes_per_s) == pytest.approx((MESSAGE_S, LINK_BYTES_PER_S))
     assert (all_reduce.latency_s, all_reduce.bytes_per_s) == pytest.approx((SUM_S, LINK_BYTES_PER_S))
+
+
+def test_the_end_of_a_step_is_two_sums_of_all_ranks():
+    def work(rank):
+        with counted_time() as time, messages_that_take(time):
+            return measure_end_of_step(CPU, repetitions=1)
+
+    ends = run_distributed(work, 3)
+    assert ends == [pytest.approx(2 * (SUM_S + 8 * NUM_SUMMED / LINK_BYTES_PER_S))] * 3
 
 
 def test_larger_models_have_longer_optimizer_steps():

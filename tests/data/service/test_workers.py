@@ -19,6 +19,7 @@ from motet.data.service.tensor_buffer import TensorBuffer, in_shared_memory, unp
 from motet.data.service.tickets import Ticket
 from motet.data.service.workers import (
     LARGE_BYTES,
+    NICENESS,
     SLOT_BYTES,
     SLOTS_PER_WORKER,
     LocalProducer,
@@ -143,6 +144,19 @@ def test_shared_memory_is_that_of_other_processes_too() -> None:
     child.start()
     child.join()
     assert shared.sum() == 990 * 7
+
+
+def test_workers_yield_to_training() -> None:
+    class Niceness(Bytes):
+        def sample(self, index: int) -> Sample:
+            return Sample(str(os.nice(0)), {})
+
+    opened = Workers(Preparer({"train": Niceness()}), 1)
+    try:
+        ((sample,),) = opened.answers([Ticket("train", (0,))])
+    finally:
+        opened.close()
+    assert int(sample.id) == min(19, os.nice(0) + NICENESS)
 
 
 def test_metadata_of_a_small_set_is_asked_for_once() -> None:

@@ -37,6 +37,7 @@ from motet.costs.profiling.links import (
     any_rank,
     hardware,
     mean_over_ranks,
+    measure_end_of_step,
     measure_links,
     measure_optimizer,
     start_together,
@@ -282,7 +283,7 @@ def profile(
         date=date.today().isoformat(),
         message=message,
         all_reduce=all_reduce,
-        optimizer_constant_s=constant_s,
+        optimizer_constant_s=constant_s + measure_end_of_step(device),
         optimizer_s_per_parameter=per_parameter_s,
         notes=notes,
     )
