@@ -5,6 +5,7 @@ Operations and messages take what they are told here, by a clock that nothing el
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -221,6 +222,29 @@ def test_links_with_a_rank_that_only_waits():
     message, all_reduce = run_distributed(work, 3)[2]
     assert (message.latency_s, message.bytes_per_s) == pytest.approx((MESSAGE_S, LINK_BYTES_PER_S))
     assert (all_reduce.latency_s, all_reduce.bytes_per_s) == pytest.approx((SUM_S, LINK_BYTES_PER_S))
+
+
+def test_a_module_that_is_one_stage_is_measured_whole():
+    """Its layers cannot be run alone (a U-Net)."""
+    module = MODULES["vision"]
+    whole = replace(module, workload=replace(module.workload, max_stages=1))
+    layers = (0, module.workload.num_layers)
+    assert runs_to_measure(whole.workload) == [layers]
+
+    def only_whole(name, asked, tp_size):
+        assert asked == layers
+        return make_stage(name, asked, tp_size)
+
+    with counted_time() as time, time:
+        costs = profile({"vision": whole}, only_whole, SmallBatch(), options=OPTIONS, device=CPU).of("vision", 1)
+    samples = [SmallBatch.samples[i] for i in (0, 3)]
+    stage, features = make_stage("vision", layers, 1), [SmallBatch().features("vision", 0)] * 2
+    with CountedTime() as time, torch.no_grad():
+        stage(StageInput(samples, features))
+    load = microbatch_load(module.workload, "vision", samples)
+    forward = costs.stage_forward.plus(costs.blocks_forward).seconds(load)
+    forward += sum(layer.forward_without_graph.seconds(load) for layer in costs.layers)
+    assert forward == pytest.approx(time.now_s, rel=0.1)
 
 
 def test_the_end_of_a_step_is_two_sums_of_all_ranks():
