@@ -361,7 +361,7 @@ SOUNDS_AS_CODES: dict[str, dict[str, Any]] = {
         "codes": {},
         "explicit": {"voice": {"dp": 2}, "language_model": {"pp": 2}},
         "num_devices": 7,
-        "ranks": {6: 0, 1: 0},
+        "ranks": {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 0},
     },
     "codes of DAC, per place, recomputed": {
         "sounds": True,
@@ -403,7 +403,7 @@ SOUNDS_AS_CODES: dict[str, dict[str, Any]] = {
     "names",
     [
         ["codes beside images", "codes of DAC, per place, recomputed"],
-        *in_campaigns([[name for name in SOUNDS_AS_CODES if name not in ("codes beside images",)]]),
+        *in_campaigns([[name for name in SOUNDS_AS_CODES if name != "codes beside images"]]),
     ],
     ids=lambda names: f"{len(names)} cases",
 )
