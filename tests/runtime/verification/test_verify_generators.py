@@ -374,7 +374,7 @@ SOUNDS_AS_CODES: dict[str, dict[str, Any]] = {
         "sounds": True,
         "codes": {},
         "num_devices": 5,
-        "ranks": {1: 0, 2: 0},
+        "ranks": {1: 0, 2: 0, 3: 1, 4: 2},
         "parallel": {"schedule": "zero_bubble_h1", "num_microbatches": 4},
     },
     **{
