@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trials = [json.loads(line) for path in arguments.logs for line in path.read_text().splitlines()]
     if arguments.wild:
-        _report_wild(trials, arguments.note)
+        _report_wild(trials, "wild-chaos" if arguments.name == "chaos" else arguments.name, arguments.note)
         return
     report = Report(arguments.name, "Random losses at random moments")
     seeds = Counter(trial["seed"].rpartition("/")[0] for trial in trials)
@@ -72,14 +72,15 @@ def main() -> None:
     report.write()
 
 
-def _report_wild(trials: list[dict[str, Any]], note: str) -> None:
-    report = Report("wild-chaos", "Losses beyond nodes, and beyond what is tolerated")
+def _report_wild(trials: list[dict[str, Any]], name: str, note: str) -> None:
+    report = Report(name, "Losses beyond nodes, and beyond what is tolerated")
     worst = max(trial["max_loss_error"] for trial in trials)
     report.add(
         f"{len(trials)} trials, each a training of 4 or 5 nodes of one process that tolerates one loss. In all of "
         f"them the losses were within {worst:.1g} (relative, float64) of the undisturbed run's, each step had the "
-        "samples of the undisturbed run, and no process, descriptor or temporary file was left. Wherever nodes that "
-        "were not lost had held each layer, and the store was not lost, training went on without a checkpoint."
+        "samples of the undisturbed run, and no process, descriptor, temporary file or segment of shared memory was "
+        "left. Wherever nodes that were not lost had held each layer, and the store was not lost, training went on "
+        "without a checkpoint."
     )
     if note:
         report.add(note)
@@ -93,9 +94,22 @@ def _report_wild(trials: list[dict[str, Any]], note: str) -> None:
         (what, kinds[what, "went on"], kinds[what, "from a checkpoint"]) for what in sorted({what for what, _ in kinds})
     ]
     report.table(("what was hit", "went on", "from a checkpoint"), rows)
-    doubles = sum(any(each.endswith("recovery") for each in trial["killed"]) for trial in trials)
-    joins = sum(trial["trial"]["joins"] for trial in trials)
-    report.add(f"Two nodes within one recovery: {doubles} trials. A node that joined after the first loss: {joins}.")
+    doubles = [trial for trial in trials if any(each.endswith("recovery") for each in trial["killed"])]
+    alive = sum(trial["survives"] for trial in doubles)
+    report.add(
+        f"Two nodes within one recovery: {len(doubles)} trials. In {alive} of them each layer was alive on some node, "
+        "and all of these went on; the others went back to the last checkpoint."
+    )
+    phases = Counter(each.rpartition(" in ")[2] for trial in trials for each in trial["killed"])
+    told = ", ".join(f"{phase} {number}" for phase, number in phases.most_common())
+    report.add(f"Phase of the node that was drawn, also where a server or launcher was hit: {told}.")
+    joins, workers = (sum(trial["trial"][key] for trial in trials) for key in ("joins", "has_workers"))
+    joined = sum(trial["joined"] for trial in trials)
+    report.add(
+        f"A node that came after the first loss: {joins} trials. In {joined} of them it summed with a member and was "
+        "counted in before the training was over; none was refused. Processes that prepare samples and hand them over "
+        f"in shared memory: {workers} trials."
+    )
     report.write()
 
 

@@ -19,7 +19,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.reporting import Report
-from motet.families.capabilities import CACHE
+from motet.user_cache import CACHE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAN_64 = (EXAMPLES / "plan_64_gpus.yaml").as_posix()

@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import (
 
 from benchmarks.reporting import Report
 from motet.errors import UserError
-from motet.families.capabilities import FEATURES, KNOWN, cache_folder, digest_of, probed_versions, write_capabilities
+from motet.families.capabilities import FEATURES, KNOWN, digest_of, probed_versions, results_folder, write_capabilities
 from motet.families.tiny import tiny_config
 from motet.runtime.verification.composite_probe import TRIALS as COMPOSITE_TRIALS
 from motet.runtime.verification.composite_probe import probe_composite
@@ -192,7 +192,7 @@ def _publish(results: Mapping[str, Any]) -> None:
     }
     published = {"versions": probed_versions(), "families": short}
     PUBLISHED.write_text(json.dumps(published, indent=1, sort_keys=True) + "\n")
-    paths = sorted((cache_folder() / "families").glob("*.json"))
+    paths = sorted(results_folder().glob("*.json"))
     known = {**json.loads(KNOWN.read_text()), **{path.stem: json.loads(path.read_text()) for path in paths}}
     current = {digest: each for digest, each in known.items() if each["versions"] == probed_versions()}
     KNOWN.write_text(json.dumps(current, indent=1, sort_keys=True) + "\n")

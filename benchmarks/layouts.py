@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.layouts.layout import explicit_plan
+from motet.planner.layouts.layout import build_plan
 from motet.planner.layouts.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -103,7 +103,7 @@ def modality_parallel_plan(problem: PlanningProblem, *, frozen_aware: bool) -> P
     fewest = max(1, problem.num_devices - len(times[language_model]))
     most = min(problem.num_devices - 1, len(times[encoder]))
     num_encoder_stages = min(range(fewest, most + 1), key=slowest_s)
-    return explicit_plan(
+    return build_plan(
         problem,
         {
             encoder: Degrees(pp=num_encoder_stages),

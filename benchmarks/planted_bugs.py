@@ -238,7 +238,7 @@ BUGS = (
     ),
     Bug(
         "an error of the user's ends in a traceback",
-        "print(f\"motet: error: {' '.join(str(error).split())}\", file=sys.stderr)",
+        'print(f"motet: error: {one_line(error)}", file=sys.stderr)',
         "raise",
         ("test_mistakes",),
         "test_arguments",

@@ -78,8 +78,10 @@ class FirstProduct(TorchDispatchMode):
                         calls[code] = calls.get(code, 0) + number
                 return len({code.co_filename for code in calls}), len(calls), sum(calls.values())
 
+            files = {code.co_filename for (in_rank_0, code) in entered if in_rank_0 and named(code)}
             found = {
                 "operator": str(operator),
+                "files": sorted(name.removeprefix(source) for name in files),
                 "stack": [
                     f"{code.co_filename.removeprefix(source)}:{code.co_qualname}"
                     for code in reversed(stack)
@@ -118,7 +120,8 @@ def size_of(folder: Path) -> Size:
 
 
 def python_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
+    """The files in a folder and those below it; of a file, the file itself."""
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
 
 
 def is_string(node: ast.AST) -> bool:
@@ -226,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
         ("functions that compute bytes, others", f"{sum(others.values())} ({listed})"),
         ("lines that mention towers outside of config/ and families/", f"{tower_lines(source):,}"),
     ]
+    found: dict[str, Any] = {}
     if not options.no_training:
         found = first_product(checkout, options.timeout)
         rows += [
@@ -236,12 +240,24 @@ def main(argv: Sequence[str] | None = None) -> Report:
                     ", ".join(f"{count:,}" for count in found[name]),
                 )
                 for name in found
-                if name not in ("operator", "stack")
+                if name not in ("operator", "files", "stack")
             ),
         ]
     report.table(("what", "count"), rows)
-    if not options.no_training:
+    report.add("By package:")
+    rooms = sorted({path.relative_to(source).parts[0] for path in python_files(source)})
+    passed = Counter(Path(name).parts[0] for name in found["files"]) if found else Counter()
+    report.table(
+        ("package", "files", "lines", "statements", *(("files that rank 0 passes",) if found else ())),
+        [
+            (room, f"{size.files:,}", f"{size.lines:,}", f"{size.statements:,}", *((passed[room],) if found else ()))
+            for room in rooms
+            for size in [size_of(source / room)]
+        ],
+    )
+    if found:
         report.add(f"The stack at {found['operator']}:\n\n" + "\n".join(f"    {name}" for name in found["stack"]))
+        report.add("The files that rank 0 passes:\n\n" + "\n".join(f"    {name}" for name in found["files"]))
     if options.report:
         report.write()
     else:

@@ -51,7 +51,7 @@ def test_types_of_a_users_script(tmp_path: Path) -> None:
     assert "-> motet.plan.Plan" in revealed[0]
     assert [name.replace("builtins.", "") for name in revealed[1:]] == [
         "int",
-        "motet.runtime.parallel_module.ParallelSpec",
+        "motet.runtime.parallel_specs.ParallelSpec",
         "motet.config.run_file.RunConfig",
         "dict[str, Any]",
     ]

@@ -12,6 +12,7 @@ ROOMS = (
     "ragged_arrays",
     "addresses",
     "environment",
+    "user_cache",
     "optional_packages",
     "devices",
     "timeline",

@@ -26,6 +26,19 @@ COLLECTIVES = {
 }
 
 
+LOADERS = {"torch", "joblib", "torch.serialization"}
+QUEUES = {"Queue", "SimpleQueue", "JoinableQueue", "Manager"}
+"""Of multiprocessing; their `get` unpickles."""
+
+
+def _is_of_processes(of: ast.expr) -> bool:
+    """Whether an attribute is taken of multiprocessing or one of its contexts, and not of the module `queue`."""
+    text = ast.unparse(of)
+    return (
+        "multiprocessing" in text or "get_context" in text or text in ("mp", "context", "FORK", "torch.multiprocessing")
+    )
+
+
 def unpickling(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
@@ -37,6 +50,21 @@ def unpickling(tree: ast.AST) -> Iterator[str]:
                 yield f"{node.lineno}: {name}"
             case ast.Call(func=ast.Attribute(attr="load", value=ast.Name(id="torch"))):
                 yield f"{node.lineno}: torch.load"
+            case ast.ImportFrom(module=str(module), names=names) if module in LOADERS and any(
+                alias.name in ("load", "*") for alias in names
+            ):
+                yield f"{node.lineno}: imports load from {module}"
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("multiprocessing") and any(
+                alias.name in QUEUES for alias in names
+            ):
+                yield f"{node.lineno}: imports a queue between processes"
+            case ast.Attribute(attr=name, value=of) if name in QUEUES and _is_of_processes(of):
+                yield f"{node.lineno}: a queue between processes"
+            case ast.Call(keywords=given) if any(
+                each.arg == "allow_pickle" and not (isinstance(each.value, ast.Constant) and each.value.value is False)
+                for each in given
+            ):
+                yield f"{node.lineno}: allow_pickle"
             case ast.Call(func=ast.Attribute(attr="recv"), args=[], keywords=[]):
                 yield f"{node.lineno}: receives an object from a connection"
 
@@ -70,7 +98,7 @@ def test_nothing_from_another_machine_is_unpickled() -> None:
     found = {
         path.relative_to(SOURCE).as_posix(): lines
         for path in sorted(SOURCE.rglob("*.py"))
-        if any(word in text_of(path) for word in (*MODULES, *COLLECTIVES, "load", "recv"))
+        if any(word in text_of(path) for word in (*MODULES, *COLLECTIVES, *QUEUES, "load", "recv", "allow_pickle"))
         if (lines := list(unpickling(ast.parse(text_of(path)))))
     }
     assert {name: lines for name, lines in found.items() if name not in ALLOWED} == {}
@@ -85,6 +113,22 @@ def test_each_form_is_found() -> None:
         "broadcast_object_list(a)",
         "torch.load(path)",
         "pipe.recv()",
+        "from torch import load",
+        "from torch import nn, load as read",
+        "from torch.serialization import load",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=unsafe)",
+        "multiprocessing.Queue().get()",
+        "multiprocessing.get_context('fork').SimpleQueue()",
+        "context.Manager()",
+        "from multiprocessing import Queue",
+        "from multiprocessing.queues import SimpleQueue",
     )
     assert all(len(list(unpickling(ast.parse(form)))) == 1 for form in forms)
-    assert not list(unpickling(ast.parse("connection.recv(4096)")))
+    for harmless in (
+        "connection.recv(4096)",
+        "queue.Queue().get()",
+        "np.load(path, allow_pickle=False)",
+        "json.load(f)",
+    ):
+        assert not list(unpickling(ast.parse(harmless)))

@@ -46,6 +46,9 @@ PURE = (
     *(
         "resilience.agent",
         "resilience.failure_log",
+        "resilience.health.clock",
+        "resilience.health.free_memory",
+        "resilience.health.neighbours",
         "resilience.interruptible_wait",
         "resilience.membership",
         "resilience.process_control",

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from motet.models.graph import ModalityModule as ModalityModule
     from motet.models.multimodal import MultimodalModule as MultimodalModule
     from motet.plan import Plan as Plan
-    from motet.runtime.parallel_module import ContrastiveParallelModule as ContrastiveParallelModule
-    from motet.runtime.parallel_module import MultimodalParallelModule as MultimodalParallelModule
-    from motet.runtime.parallel_module import MultimodalParallelSpec as MultimodalParallelSpec
     from motet.runtime.parallel_module import ParallelModule as ParallelModule
-    from motet.runtime.parallel_module import ParallelSpec as ParallelSpec
-    from motet.runtime.parallel_module import TowerSpec as TowerSpec
+    from motet.runtime.parallel_specs import ContrastiveParallelModule as ContrastiveParallelModule
+    from motet.runtime.parallel_specs import MultimodalParallelModule as MultimodalParallelModule
+    from motet.runtime.parallel_specs import MultimodalParallelSpec as MultimodalParallelSpec
+    from motet.runtime.parallel_specs import ParallelSpec as ParallelSpec
+    from motet.runtime.parallel_specs import TowerSpec as TowerSpec
     from motet.timeline import Timeline as Timeline
 
 __version__ = "0.2.0"
@@ -41,19 +41,19 @@ declare_operators_for_cpu()
 _MODULE_OF = {
     "CaptionDecoder": "motet.models.contrastive",
     "ContrastiveModule": "motet.models.contrastive",
-    "ContrastiveParallelModule": "motet.runtime.parallel_module",
+    "ContrastiveParallelModule": "motet.runtime.parallel_specs",
     "EncoderModule": "motet.models.graph",
     "ModalityModule": "motet.models.graph",
     "MultimodalModule": "motet.models.multimodal",
-    "MultimodalParallelModule": "motet.runtime.parallel_module",
-    "MultimodalParallelSpec": "motet.runtime.parallel_module",
+    "MultimodalParallelModule": "motet.runtime.parallel_specs",
+    "MultimodalParallelSpec": "motet.runtime.parallel_specs",
     "ParallelModule": "motet.runtime.parallel_module",
-    "ParallelSpec": "motet.runtime.parallel_module",
+    "ParallelSpec": "motet.runtime.parallel_specs",
     "Plan": "motet.plan",
     "Prediction": "motet.api",
     "RunConfig": "motet.config",
     "Timeline": "motet.timeline",
-    "TowerSpec": "motet.runtime.parallel_module",
+    "TowerSpec": "motet.runtime.parallel_specs",
     "UserError": "motet.errors",
     "export_checkpoint": "motet.api",
     "load_run_config": "motet.config",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.config import RunConfig, chosen_run, load_run_config, phases_of
-from motet.environment import set_environment
+from motet.environment import is_first_process, set_environment
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
@@ -267,10 +267,9 @@ def train(
     config = _as_planned(config, plan)
 
     # Under torchrun, the first rank claims the folder for all.
-    claims = os.environ.get("RANK", "0") == "0"
-    with claimed_output(config.train) if claims else nullcontext(Path(config.train.output)) as output:
+    with claimed_output(config.train) if is_first_process() else nullcontext(Path(config.train.output)) as output:
         if config.train.failures is not None:
-            result = _train_on_nodes(config, problem, plan, listen, store)
+            result = _train_on_nodes(config, evaluation, plan, listen, store)
         else:
             from motet.runtime.launch import launch
             from motet.runtime.training.worker import train_worker
@@ -444,7 +443,7 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
         with ProcessPoolExecutor(1, get_context("fork")) as process:
             return process.submit(_ask_servers, config, most).result()
     train = open_samples(config)
-    if most is None and os.environ.get("RANK", "0") == "0":  # They are told once.
+    if most is None and is_first_process():  # They are told once.
         for note in train.notes:
             print(f"motet: {note}", file=sys.stderr)
     skips = getattr(config.data, "on_corrupt", "stop") == "skip"
@@ -544,7 +543,7 @@ def _processes_of(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 def _train_on_nodes(
     config: RunConfig,
-    problem: "PlanningProblem",
+    evaluation: "Evaluation",
     plan: Plan,
     listen: "StoreAddress | None",
     store: "EtcdAddress | None",
@@ -566,16 +565,21 @@ def _train_on_nodes(
             f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "
             f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
         )
+    from motet.resilience.health.free_memory import MemoryNeeds, check_this_machine, needs_of_ranks
     from motet.resilience.launch_nodes import train_on_nodes
 
+    needs = needs_of_ranks(config, evaluation)
+    if listen is None:
+        check_this_machine(needs)
     return train_on_nodes(
         config,
         plan,
-        templates_of(problem),
+        templates_of(evaluation.problem),
         num_nodes=cluster.num_nodes,
         node_size=cluster.num_devices // cluster.num_nodes,
         listen=listen,
         store=store,
+        needs=MemoryNeeds.largest(needs),
     )
 
 

@@ -43,14 +43,14 @@ def device_module(device: torch.device) -> Any:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, for what follows there. The host does not wait, and may free or change its tensor."""
+    """The tensor on the device, for use in the current stream. The host does not wait, and may change its tensor."""
     if not has_own_memory(device) or has_own_memory(tensor.device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """Values of a tensor on their way to the host, which goes on meanwhile."""
+    """A copy of a tensor to the host, which waits for it only when it reads the values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -84,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def on_this_stream(device: torch.device, call: Callable[[], T]) -> Callable[[], T]:
-    """The call, for another thread: on the device's stream of this one."""
+    """Wraps a call so that another thread makes it on this thread's stream of the device."""
     if not has_own_memory(device):
         return call
     stream = torch.accelerator.current_stream(device)
@@ -105,8 +105,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes that the accelerator has in all."""
+    """Total memory of the accelerator in bytes."""
     return cast(int, device_module(device).mem_get_info(device)[1])
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes of the accelerator that no program holds."""
+    return cast(int, device_module(device).mem_get_info(device)[0])
 
 
 def device_name(device: torch.device) -> str:

@@ -1,6 +1,11 @@
-"""Environment variables that have to be set before torch is imported."""
+"""Environment variables: those that have to be set before torch is imported, and what launchers say by them."""
 
 import os
+
+
+def is_first_process() -> bool:
+    """Whether this process is rank 0, or none of several ranks; before any process group is there."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def set_environment() -> None:

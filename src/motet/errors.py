@@ -8,6 +8,11 @@ class UserError(ValueError):
     """Says in one line which key or file is wrong, what is wrong with it, and what would be right."""
 
 
+def one_line(error: object) -> str:
+    """The text of an error without line breaks; the name of its class if it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def closest(word: str, known: Iterable[str], otherwise: str) -> str:
     """Suggests a known word that resembles `word`, or all of them after `otherwise`."""
     known = list(known)

@@ -1,4 +1,4 @@
-"""Arrays of rows of unequal length, and of runs of consecutive numbers. For what is too many for objects."""
+"""Arrays of rows of unequal length, and of runs of consecutive numbers, where lists of objects would be too slow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def rows_of(owner: Ints, num_rows: int) -> Rows:
 
 
 def distinct(codes: Ints, num_codes: int) -> tuple[Ints, Ints]:
-    """The different ones of these codes below `num_codes`, ascending, and for each code its place among them."""
+    """The distinct codes, ascending, and the place of each code among them. All codes are below `num_codes`."""
     if num_codes > 4 * len(codes) + 2**16:
         values, places = np.unique(codes, return_inverse=True)
         return values, places

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from motet.errors import UserError, closest
+from motet.errors import UserError, closest, one_line
 
 T = TypeVar("T")
 Key = str | int
@@ -156,7 +156,7 @@ def parse_yaml(text: str, what: str) -> Any:
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise UserError(f"{what}: {where}{error.problem or error.context}; correct the YAML") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{what}: is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{what}: is not YAML: {one_line(error)}") from None
     except RecursionError:
         raise UserError(f"{what}: values are nested more than {MAX_YAML_DEPTH} deep; correct the YAML") from None
 

@@ -15,14 +15,21 @@ from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
 from motet.data.example import Example, Message
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.records import RecordReader
-from motet.data.layouts import conversation_layouts
+from motet.data.layouts import ConversationLayout, ModuleLayout
 from motet.data.preparation import EncoderInput, Preparation
 from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
 
 TOKENIZER = word_level_tokenizer(words())
 IMAGES, CLIPS = ("vision", "audio")
 VISION_FAMILIES = [family for family in FAMILIES if encoder_input(family).modality == "image"]
 AUDIO_FAMILIES = [family for family in FAMILIES if encoder_input(family).modality == "audio"]
+
+
+def conversation_layouts(
+    tokenizer: Any, encoders: Mapping[str, EncoderInput], merge: str = "placeholder"
+) -> dict[str, ModuleLayout]:
+    return {**encoders, LANGUAGE_MODEL: ConversationLayout(tokenizer, encoders, merge)}
 
 
 def prepare(tokenizer: Any, encoders: Mapping[str, EncoderInput], merge: str = "placeholder") -> Preparation:

@@ -20,12 +20,12 @@ from motet.assignment.sample import Sample
 from motet.cli.main import main
 from motet.config import RunConfig, VideoConfig
 from motet.data.chat import word_level_tokenizer
+from motet.data.encoder_layout import frame_times
 from motet.data.example import Example, Message, VideoSize
 from motet.data.formats.media import ImageFile
 from motet.data.formats.video import VideoFile
 from motet.data.preparation import join_frames
 from motet.data.run_file import open_data, open_samples
-from motet.data.video_sampling import frame_times
 from motet.errors import UserError
 from motet.models.graph import ModalityModule
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers

@@ -17,7 +17,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
-from motet.parallel.compiled import compile_blocks
+from motet.parallel.activations import compile_blocks
 from motet.runtime.assembly import check_compiled
 
 BLOCKS = (1, 5)

@@ -3,56 +3,17 @@
 import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from agents import FullStore, agent_of
 
-from motet.resilience import agent as agents
-from motet.resilience.agent import NodeAgent, Successor
-from motet.resilience.membership import FAILURE, RUN, Change, Membership, RunRecord, key
+from motet.resilience import agent as agent_module
+from motet.resilience.membership import FAILURE, Change, Membership, key
 from motet.resilience.process_control import WatchedProcess
-from motet.resilience.store.store import StoreAwayError
 from motet.resilience.training_end import watch_training
-
-PATIENCE_S = 1e6
-
-
-class FullStore:
-    """In which anything may stand. Nodes 0 and 1 are there."""
-
-    here = "127.0.0.1"
-
-    def __init__(self, values: Mapping[str, str] | None = None) -> None:
-        run = RunRecord(config={}).to_json()
-        nodes = {name: "" for n in (0, 1) for name in (key("node", n), key("alive", n))}
-        self.values = {RUN: run, **nodes, **(values or {})}
-        self.is_away = False
-
-    def sync(self) -> None:
-        if self.is_away:
-            raise StoreAwayError("nobody answers")
-
-    def create(self, key: str, value: str) -> str:
-        self.sync()
-        return self.values.setdefault(key, value)
-
-    def register(self, node: int | None = None) -> int:
-        return 7
-
-    def keep_alive(self, node: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def agent_of(node: int, store: FullStore, successor: Successor | None = None) -> NodeAgent:
-    return NodeAgent(
-        node, store, (), successor or (lambda membership, _, is_settled: membership), 1.0, PATIENCE_S, Path()
-    )
 
 
 def a_process() -> WatchedProcess:
@@ -240,15 +201,15 @@ def test_training_goes_on_without_a_store_but_nobody_waits_for_it_forever() -> N
 
 @pytest.mark.parametrize("is_warned", [False, True])
 def test_who_has_finished_does_not_wait_for_a_store_forever(monkeypatch: pytest.MonkeyPatch, is_warned: bool) -> None:
-    monkeypatch.setattr(agents, "find_loss", lambda *_: None)
-    monkeypatch.setattr(agents, "receive_from", lambda _: ())
+    monkeypatch.setattr(agent_module, "find_loss", lambda *_: None)
+    monkeypatch.setattr(agent_module, "receive_from", lambda _: ())
     store = FullStore({key("membership", 1): BOTH.to_json()})
     agent = agent_of(0, store)
     assert not agent.is_over()
     store.is_away, agent.store_patience_s, agent.is_warned = True, 0.0, is_warned
     own, pipe = multiprocessing.Pipe()
     agent.processes = [WatchedProcess(multiprocessing.current_process(), pipe, is_done=True)]
-    monkeypatch.setattr(agents, "kill_all", lambda _: None)
+    monkeypatch.setattr(agent_module, "kill_all", lambda _: None)
     assert not agent.is_over()
     assert agent.is_over()
     told = "the store has not answered for 0 s; the training is finished, but its result could not be reported"

@@ -37,7 +37,7 @@ def test_the_language_model_comes_from_the_neighbour(tmp_path: Path) -> None:
         result = train_on_nodes(config, plan, None, num_nodes=2, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     done = failures(config)[-1]["done"]
-    assert done.startswith("nobody held language_model.")
+    assert done.startswith("no node held language_model.")
     assert done.endswith("any more: went back from step 5 to the copies in memory of step 4")
 
 

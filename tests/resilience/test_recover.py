@@ -147,7 +147,7 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
 ) -> None:
     config = config_of(tmp_path, train__checkpoint_every=1)
     result = train_and(config, all_at(3, (0, 1, 3), die))
-    assert "motet: too few nodes are left for a whole pipeline; starting anew" in capfd.readouterr().err
+    assert "motet: too few nodes are left for a whole pipeline; restarting all nodes" in capfd.readouterr().err
     assert result["steps"] == STEPS
     assert result["world_size"] == 4
     assert 1 <= len(result["losses"]) <= STEPS
@@ -158,8 +158,8 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
         ("lost", 1),
         ("lost", 3),
     }
-    assert log[-2]["done"] == "too few nodes are left for a whole pipeline: all nodes are started anew (restart 1 of 3)"
-    assert log[-1]["done"].startswith("all nodes were started anew, from ")
+    assert log[-2]["done"] == "too few nodes are left for a whole pipeline: all nodes are restarted (restart 1 of 3)"
+    assert log[-1]["done"].startswith("all nodes were restarted from ")
     assert log[-1]["step"] == STEPS - len(result["losses"]) + 1
 
 

@@ -55,7 +55,7 @@ def train_without_language_model(
 def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
     losses, log = train_without_language_model(tmp_path)
     assert log[-1]["done"] == (
-        "nobody held " + log[-1]["done"].split()[2] + " any more: went back from step 3 to the checkpoint of step 2"
+        "no node held " + log[-1]["done"].split()[2] + " any more: went back from step 3 to the checkpoint of step 2"
     )
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0], rel=1e-12)
 
@@ -128,12 +128,12 @@ def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, r
     result = train_and_lose_all_agents(config)
     assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
     end, beginning = failures(config)
-    assert end["done"] == "all nodes were lost: all nodes are started anew (restart 1 of 3)"
+    assert end["done"] == "all nodes were lost: all nodes are restarted (restart 1 of 3)"
     assert sorted((change["kind"], change["node"], change["how"]) for change in end["changes"]) == [
         ("lost", node, "its agent was ended by SIGKILL") for node in range(4)
     ]
     checkpoint = "the checkpoint of step 2" if resumed_step else "the start, as there was no checkpoint"
-    assert beginning["done"] == f"all nodes were started anew, from {checkpoint}"
+    assert beginning["done"] == f"all nodes were restarted from {checkpoint}"
     assert (beginning["step"], beginning["changes"]) == (resumed_step + 1, [])
 
 
@@ -152,4 +152,4 @@ def test_a_run_of_which_only_the_end_was_lost_is_finished(tmp_path: Path) -> Non
     assert (result["steps"], result["losses"]) == (STEPS, [])
     assert result["checkpoint"].endswith(f"step_{STEPS:08d}")
     assert "NaN" not in json.dumps(result)
-    assert failures(config)[-1]["done"] == f"all nodes were started anew, from the checkpoint of step {STEPS}"
+    assert failures(config)[-1]["done"] == f"all nodes were restarted from the checkpoint of step {STEPS}"

@@ -7,6 +7,8 @@ benchmarks/chaos.py makes a report of the log.
 
 import os
 import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,13 +36,28 @@ def run(trial: WildTrial) -> WildOutcome:
     return outcome
 
 
+def run_all(trials: Iterable[WildTrial]) -> list[WildOutcome]:
+    """Runs all of them, and then raises what failed."""
+    outcomes, failed = [], []
+    for trial in trials:
+        try:
+            outcomes.append(run(trial))
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(error)
+    if failed:
+        told = "\n".join(f"{error}"[:1000] + "".join(error.__notes__) for error in failed)
+        raise AssertionError(f"{len(failed)} of {len(failed) + len(outcomes)} trials failed:\n{told}")
+    return outcomes
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(8 * 3600)
 def test_many_wild_trials() -> None:
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_TRIALS={NUM_TRIALS}")
-    outcomes = [
-        run(draw_wild(f"{SEED}/{i}", is_double=True if i % 3 == 0 else None)) for i in range(FIRST, FIRST + NUM_TRIALS)
-    ]
+    outcomes = run_all(
+        draw_wild(f"{SEED}/{i}", is_double=True if i % 3 == 0 else None) for i in range(FIRST, FIRST + NUM_TRIALS)
+    )
     assert all(outcome.killed for outcome in outcomes)
 
 
@@ -48,7 +65,7 @@ def test_many_wild_trials() -> None:
 @pytest.mark.timeout(8 * 3600)
 def test_many_wild_trials_with_etcd() -> None:
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_ETCD_TRIALS={NUM_WITH_ETCD}")
-    outcomes = [run(draw_wild(f"etcd/{SEED}/{i}", "etcd")) for i in range(FIRST, FIRST + NUM_WITH_ETCD)]
+    outcomes = run_all(draw_wild(f"etcd/{SEED}/{i}", "etcd") for i in range(FIRST, FIRST + NUM_WITH_ETCD))
     assert all(outcome.went_on for outcome in outcomes if outcome.survives)
 
 
@@ -58,5 +75,7 @@ def test_wild_trials_whose_communicators_are_aborted() -> None:
     """Under NCCL's rules on gloo; aborted operations end silently and leave anything."""
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_RULES_TRIALS={NUM_UNDER_RULES}")
     with under_rules(SilentGroup):
-        outcomes = [run(draw_wild(f"{SEED}/{i}", is_double=i % 3 == 0)) for i in range(FIRST, FIRST + NUM_UNDER_RULES)]
+        outcomes = run_all(
+            draw_wild(f"{SEED}/{i}", is_double=i % 3 == 0) for i in range(FIRST, FIRST + NUM_UNDER_RULES)
+        )
     assert all(outcome.killed for outcome in outcomes)

@@ -233,7 +233,7 @@ def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(t
     assert result["world_size"] == 2
     [done] = [failure["done"] for failure in failures(config)]
     # The third checkpoint may have been on its way.
-    told = "nobody held the optimizer's state of .* any more: went back from step 3 to the checkpoint of step [23]"
+    told = "no node held the optimizer's state of .* any more: went back from step 3 to the checkpoint of step [23]"
     assert re.fullmatch(told, done), done
 
 

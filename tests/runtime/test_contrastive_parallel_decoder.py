@@ -13,7 +13,7 @@ from two_towers import CASE, batch
 from motet.errors import UserError
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.graph import ModalityModule
-from motet.runtime.parallel_module import ContrastiveParallelModule, TowerSpec
+from motet.runtime.parallel_specs import ContrastiveParallelModule, TowerSpec
 
 COCA = Coca({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32", family="bert")
 

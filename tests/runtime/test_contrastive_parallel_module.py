@@ -16,7 +16,7 @@ from two_towers import CASE, batch
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModalityModule
-from motet.runtime.parallel_module import ContrastiveParallelModule, TowerSpec
+from motet.runtime.parallel_specs import ContrastiveParallelModule, TowerSpec
 
 
 def test_equals_the_module_in_one_process() -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from distributed import run_distributed
 from ledger import Ids, applied_ids, recorded
+from shared_segments import no_segment_left
 from training import plan_of, run_config, train
 from victims import PHASES, Board, Kill, Victim, observed
 
@@ -263,7 +264,7 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     plan, templates = plan_and_templates(trial.layout, trial.tolerate, trial.pipelines, trial.zero1)
     board = board or Board()
     victim = Victim(trial.kills, board)
-    with tempfile.TemporaryDirectory() as folder:
+    with no_segment_left(), tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), trial.tolerate, trial.layout, trial.zero1)
         started = time.monotonic()
         with recorded(Path(folder)), observed(victim):

@@ -9,6 +9,7 @@ from unittest import mock
 
 from motet.config import RunConfig
 from motet.plan import Plan
+from motet.resilience.health.free_memory import NO_NEEDS, MemoryNeeds
 from motet.resilience.launch_nodes import run_agent
 from motet.resilience.store.embedded import StoreProcess
 from motet.resilience.succession import Succession
@@ -17,7 +18,9 @@ FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) -> Iterator[None]:
+def one_that_joins(
+    config: RunConfig, plan: Plan, wait: Callable[[], object], needs: MemoryNeeds = NO_NEEDS
+) -> Iterator[None]:
     """A node of a process of its own, which joins the training that is started meanwhile when `wait` has returned."""
     addresses, start = FORK.SimpleQueue(), StoreProcess.start
 
@@ -28,7 +31,7 @@ def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) ->
     def join() -> None:
         wait()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        run_agent(config, *addresses.get(), None, 1, Succession(1, None, first_plan=plan.to_json()))
+        run_agent(config, *addresses.get(), None, 1, Succession(1, None, first_plan=plan.to_json()), needs=needs)
 
     helper = FORK.Process(target=join)
     helper.start()

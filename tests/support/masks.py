@@ -11,7 +11,20 @@ from motet.attention.masks.distribution import distribute
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.rules import AttentionRule, mask_of
 from motet.attention.masks.tile_counts import tile_counts
-from motet.attention.masks.token_layout import Document, layout_of_documents, segments_from_spans
+from motet.attention.masks.token_layout import Document, layout_of_documents
+
+
+def segments_from_spans(num_tokens: int, spans: list[tuple[int, int, str, int]]) -> tuple[Segment, ...]:
+    """Segments of a sequence in which media stand at the given (start, stop, source, item); the rest is text."""
+    segments: list[Segment] = []
+    position = 0
+    for start, stop, source, item in sorted(spans):
+        assert position <= start < stop <= num_tokens
+        segments += [Segment(start - position)] * (start > position)
+        segments.append(Segment(stop - start, source, item))
+        position = stop
+    return (*segments, *[Segment(num_tokens - position)] * (position < num_tokens))
+
 
 NUM_TOKENS, BLOCK = 150, 64
 MEDIA = segments_from_spans(NUM_TOKENS, [(10, 50, "vision", 0), (75, 95, "vision", 1), (95, 120, "audio", 0)])

@@ -10,7 +10,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import re
 import tempfile
 import time
 from collections import defaultdict
@@ -36,10 +35,12 @@ from chaos import (
 )
 from etcd_servers import EtcdServers, etcd_servers
 from ledger import Ids, recorded
+from shared_segments import no_segment_left
 from victims import OF_LAUNCHERS, Board, Kill, Victim, observed
 from waiting import wait_until
 
 from motet.config import RunConfig
+from motet.data.service import workers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience import launch_nodes
@@ -60,7 +61,6 @@ OF_STORES = {
 }
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "evaluation")
 PR_SET_CHILD_SUBREAPER = 36
-SHARED_MEMORY = "/dev/shm"
 FORK = multiprocessing.get_context("fork")
 LARGEST_ERROR = 1e-12
 """Relative. Sums are taken in other orders."""
@@ -76,6 +76,8 @@ class WildTrial:
     """Whether a node comes after the first loss."""
     waits: bool
     """Whether the last step waits until what is silent has been noticed; else the training may be over before."""
+    has_workers: bool = False
+    """Whether processes of each rank prepare the samples, and hand them over in shared memory."""
 
     @property
     def num_nodes(self) -> int:
@@ -104,13 +106,15 @@ def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = 
     elif rng.random() < (0.6 if store == "embedded" else 0.9):
         kills.append(kill(nodes[1], rng.choice(PHASES), OF_STORES[store]))
     joins, waits = rng.random() < 0.3, rng.random() < 0.5
-    return WildTrial(seed, layout, store, tuple(kills), joins, waits)
+    has_workers = Random(f"workers/{seed}").random() < 0.25
+    return WildTrial(seed, layout, store, tuple(kills), joins, waits, has_workers)
 
 
 def config_for(trial: WildTrial, output: Path) -> RunConfig:
     config = config_of(output, 1, trial.layout)
     failures = {"tolerate": 1, "detect_s": DETECT_S, "restarts": 3}
     values = config.model_dump(exclude_unset=True)
+    values["data"]["workers"] = int(trial.has_workers)
     values["train"] |= {"failures": failures, "eval_every": 2, "eval_samples": 4, "output": str(output)}
     return RunConfig.model_validate(values)
 
@@ -140,6 +144,8 @@ class WildOutcome:
     survives: bool
     went_on: bool
     """Without a checkpoint."""
+    joined: bool
+    """Whether a node that came later was counted in."""
     max_loss_error: float
     seconds: float
 
@@ -155,8 +161,8 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     board = Board()
     # What loses its parent becomes a child of this process, which sees it.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
-    before, descriptors, segments = children(), open_descriptors(), {*os.listdir(SHARED_MEMORY)}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    before, descriptors = children(), open_descriptors()
+    with no_segment_left(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         output, temporary = Path(folder) / "run", Path(folder) / "temporary"
         temporary.mkdir()
         output.mkdir()
@@ -170,6 +176,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         apart = children()
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(temporary)))
         stack.enter_context(recorded(output))
+        stack.enter_context(mock.patch.object(workers, "LARGE_BYTES", 1))
         # More threads would wait for each other in a busy loop: a joining node does not know who else is here.
         stack.enter_context(mock.patch.object(launch_nodes, "available_cores", return_value=1))
         stack.enter_context(observed(Victim(trial.kills, board, STEPS - 1 if trial.waits else None)))
@@ -196,7 +203,6 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     except AssertionError:
         left = {name: what for name, what in open_descriptors().items() if descriptors.get(name) != what}
         raise AssertionError(f"descriptors are left: {left}") from None
-    wait_until(lambda: not left_segments() - segments, "segments of shared memory are left")
     assert saved == f"step_{STEPS:08d}", (trial, saved, log)
     # Where no process has survived, the result holds the steps since the checkpoint; the metrics hold all of them.
     written = {line["step"]: line["loss"] for line in metrics if "loss" in line}
@@ -207,13 +213,17 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     assert error <= LARGEST_ERROR, (trial, error, log)
     assert seen == ids, (trial, log)
+    changes = {(change["kind"], change["how"]) for line in log for change in line["changes"]}
+    assert not {kind for kind, _ in changes} & {"refused", "clock"}, (trial, log)
+    joined = any(kind == "joined" for kind, _ in changes)
     went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
     lives = survives(trial, fired, plan)
     store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
     if lives and not store_was_lost:
         assert went_on, (trial, fired, log)
     assert (result is None) == any(kill.how in OF_LAUNCHERS for kill in fired), (trial, log)
-    return WildOutcome(trial, tuple(f"{kill.how} in {kill.phase}" for kill in fired), lives, went_on, error, seconds)
+    killed = tuple(f"{kill.how} in {kill.phase}" for kill in fired)
+    return WildOutcome(trial, killed, lives, went_on, joined, error, seconds)
 
 
 def train_apart(
@@ -295,12 +305,6 @@ def open_descriptors() -> dict[str, str]:
         with suppress(FileNotFoundError):
             found[name] = os.readlink(f"/proc/self/fd/{name}")
     return found
-
-
-def left_segments() -> set[str]:
-    """Segments of torch's shared memory whose process has ended."""
-    found = ((name, re.search(r"_(\d+)_", name)) for name in os.listdir(SHARED_MEMORY))
-    return {name for name, owner in found if owner is not None and not Path(f"/proc/{owner[1]}").exists()}
 
 
 def _pid_of_member(servers: EtcdServers, number: int) -> int:

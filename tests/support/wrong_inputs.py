@@ -130,6 +130,8 @@ VALUES = {
     "parallel.num_microbatches": (0, -1),
     "model.language_model.learning_rate": (1e300, 0, -1),
     "data.kind": ("nothing", 1),
+    "data.workers": (-1, 100_000, "all"),
+    "data.batches_ahead": (-1, 10**6),
 }
 
 
@@ -204,6 +206,12 @@ def _of_models() -> Iterator[WrongInput]:
         (f"{language}.num_hidden_layers", 10**9, "num_hidden_layers: is 1000000000; give at most 10000"),
         (f"{language}.hidden_size", "wide", "hidden_size: is 'wide'"),
         (f"{language}.vocab_size", 10**12, "vocab_size: is 1000000000000; give at most"),
+        (f"{language}.pad_token_id", -7, "pad_token_id: is -7; give null or a token of the vocabulary, 0 to "),
+        (f"{language}.bos_token_id", 99999999, "bos_token_id: is 99999999; give null or a token of the vocabulary"),
+        (f"{language}.eos_token_id", "[1, 99999999]", r"eos_token_id: is \[1, 99999999\]; give null or a token"),
+        (f"{language}.eos_token_id", "[]", r"eos_token_id: is \[\]; give null or a token"),
+        (f"{language}.bos_token_id", "first", "bos_token_id: is 'first'; give null or a token"),
+        (f"{audio}.pad_token_id", -7, "pad_token_id: is -7; give null or a token"),
         (f"{language}.tie_word_embeddings", "maybe", "tie_word_embeddings"),
         (f"{language}.num_key_value_heads", 3, "3 heads of keys do not divide"),
         (f"{vision}.hidden_act", "nope", "vision.values.hidden_act: is 'nope'"),

@@ -22,7 +22,7 @@ class BatchAssignment:
     microbatches: Mapping[str, tuple[tuple[Microbatch, ...], ...]]
 
     def samples_of(self, module: str, replica: int, microbatch: int) -> Microbatch:
-        """Empty for an idle microbatch: one that only replicas have with which this one shares experts."""
+        """A microbatch's samples; none of an idle one, which only replicas that share experts with this one have."""
         own = self.microbatches[module][replica]
         return own[microbatch] if microbatch < len(own) else ()
 
@@ -92,8 +92,8 @@ def contrastive_assignment(plan: Plan, samples: Sequence[Sample], loss: str) -> 
 def _in_steps(
     samples: Sequence[int], num_replicas: int, num_microbatches: int, num_steps: int
 ) -> list[list[Microbatch]]:
-    """[replica][microbatch], as even as can be. All replicas' microbatches of a step, of which there are `num_steps`,
-    have the samples before those of the next one."""
+    """Cuts the samples as evenly as possible: [replica][microbatch]. There are `num_steps` steps; the microbatches of a
+    step, of all replicas, have the samples before those of the next step."""
     shares = [split_evenly(share, num_microbatches) for share in split_evenly(range(len(samples)), num_replicas)]
     order = sorted(
         (i * num_steps // num_microbatches, r, i) for r in range(num_replicas) for i in range(num_microbatches)
@@ -141,7 +141,7 @@ def assignment_of_shares(
 
 
 def deal(microbatches: Sequence[Microbatch], loads: Sequence[float], num_replicas: int) -> list[tuple[Microbatch, ...]]:
-    """Each microbatch among the replicas: the heaviest sample first, each to the one that has had least so far."""
+    """Deals each microbatch's samples to the replicas, the heaviest first, each to the replica with the least load."""
     if num_replicas == 1:
         return [tuple(microbatches)]
     so_far = [0.0] * num_replicas

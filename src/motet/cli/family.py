@@ -31,13 +31,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = composite_capabilities(config, again=arguments.again)
     else:
         found = capabilities_of(config, again=arguments.again)
-    print(f"{found.model_class} ({found.model_type}), probed {found.date} with {_versions(found.versions)}")
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    print(f"{found.model_class} ({found.model_type}), probed {found.date} with {versions}")
     width = max(map(len, features))
     for feature, description in features.items():
         reason = found.reasons.get(feature)
         print(f"  {feature:{width}}  {'equal' if reason is None else 'refused'}: {reason or description}")
     return asdict(found)
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Protocol
 
 from motet import __version__
 from motet.cli import data_stats, demo, families, family, plan, profile, serve_data, simulate, train, verify
-from motet.environment import set_environment
-from motet.errors import UserError
+from motet.environment import is_first_process, set_environment
+from motet.errors import UserError, one_line
 
 
 class Command(Protocol):
@@ -78,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             result = COMMANDS[arguments.command].run(arguments)
-        if arguments.json and _is_first_rank():
+        if arguments.json and is_first_process():
             print(json.dumps(result))
         sys.stdout.flush()  # Here, so that a closed pipe is handled below.
         return 1 if result.get("passed") is False else 0
     except UserError as error:
-        print(f"motet: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"motet: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("motet: interrupted", file=sys.stderr)
@@ -96,10 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
         print(f"motet: failed{where}: {_describe(error)}", file=sys.stderr)
         return 1
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _describe(error: Exception) -> str:

@@ -19,10 +19,10 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 class PreparedDataConfig(Section):
     """Keys of all kinds of data that can be trained on: how samples are prepared (docs/data-service.md)."""
 
-    workers: CountOrNever = 1
+    workers: Annotated[int, Field(ge=0, le=256)] = 1
     """Number of processes of each rank, or of a data server, that read, decode and tokenize; 0: a thread of the rank
     does this."""
-    batches_ahead: CountOrNever = 2
+    batches_ahead: Annotated[int, Field(ge=0, le=1000)] = 2
     """Number of global batches that are prepared in advance."""
     on_corrupt: Literal["stop", "skip"] = "stop"
     """What to do with a sample that cannot be prepared: stop the run, or leave the sample out of its batch and list it

@@ -197,7 +197,8 @@ def saved_layer_bytes(
     vectors = layer.saved_vectors + trains_own * max(0, vectors_for_weights)
     elements = tokens * layer.hidden_size * vectors / shared
     if weight_gradient:
-        kept = layer if keeps_attention else replace(layer, linears=layer.linears[_num_attention_linears(layer) :])
+        num_attention_linears = sum(attention.num_linears for attention in layer.attentions)
+        kept = layer if keeps_attention else replace(layer, linears=layer.linears[num_attention_linears:])
         for linear in _inputs(kept):
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
@@ -222,10 +223,6 @@ def saved_layer_bytes(
         elements += tokens * width * num_tensors / tp_size
     logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
     return round(elements * options.activation_bytes) + logits
-
-
-def _num_attention_linears(layer: LayerShape) -> int:
-    return sum(attention.num_linears for attention in layer.attentions)
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:

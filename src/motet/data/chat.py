@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from motet.data.example import PLACEHOLDERS, Message
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -237,7 +237,7 @@ def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bo
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # Templates are programs: jinja2 passes on whatever they raise.
-        raise UserError(f"the chat template rejects the conversation: {' '.join(str(error).split())}") from None
+        raise UserError(f"the chat template rejects the conversation: {one_line(error)}") from None
 
 
 def tokenize_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

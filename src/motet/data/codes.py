@@ -18,7 +18,7 @@ from motet.config import CodecConfig
 from motet.data.encoder_layout import resampled_length
 from motet.data.example import TO_GENERATE_AUDIO, Example, Media
 from motet.data.formats.media import resample
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.hf_config import stored_folder
 from motet.shapes.codes import CODEC_CLASSES, Codec
 from motet.shapes.shape_card import cache_folder
@@ -109,5 +109,4 @@ def _opened(folder: Path, class_name: str, name: str) -> Any:
     try:
         return transformers_class(class_name).from_pretrained(folder, use_safetensors=True).float().eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"{name}.codec: {folder} cannot be loaded ({text})") from None
+        raise UserError(f"{name}.codec: {folder} cannot be loaded ({one_line(error)})") from None

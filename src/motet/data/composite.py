@@ -21,12 +21,11 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Segment
 from motet.config import PartConfig, VideoConfig
 from motet.data.chat import answer_spans, end_of_turn, render
-from motet.data.encoder_layout import Layouts
+from motet.data.encoder_layout import Layouts, frame_times
 from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
-from motet.data.video_sampling import frame_times
 from motet.data.voxtral import VoxtralText, is_voxtral
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.discovery.composite import Composite, FeatureFunction
 from motet.optional_packages import missing_package
 from motet.plan import LANGUAGE_MODEL
@@ -134,7 +133,7 @@ class CompositeProcessor:
         except (ImportError, ValueError, TypeError, RuntimeError, IndexError) as error:
             missing = missing_package(error)
             raise UserError(
-                f"the processor {missing}" if missing else f"the processor rejects it: {' '.join(str(error).split())}"
+                f"the processor {missing}" if missing else f"the processor rejects it: {one_line(error)}"
             ) from None
 
     def _prepare(
@@ -274,7 +273,7 @@ def load_processor(part: PartConfig, given: str | None) -> Any:
             return VoxtralText.of(processor, source)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         missing = missing_package(error)
-        reason = str(missing) if missing else f"cannot be loaded: {' '.join(str(error).split())[:200]}"
+        reason = str(missing) if missing else f"cannot be loaded: {one_line(error)[:200]}"
         raise UserError(f"model: the processor in {source} {reason}") from None
     if not hasattr(processor, "tokenizer"):
         raise UserError(f"model: {source} has no processor of several modalities; save it with save_pretrained")

@@ -5,7 +5,8 @@ and waveforms are decoded only for the stages that read them.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -88,6 +89,15 @@ class Example:
                     "for each"
                 )
         return tuple((modality, remaining[modality].pop(0)) for modality in order)
+
+
+@contextmanager
+def in_example(example: Example) -> Iterator[None]:
+    """Turns a `ValueError` about an example into a `UserError` that names its file and line."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{example.where or example.id}: {error}") from None
 
 
 def placeholders_in(text: str) -> list[Modality]:

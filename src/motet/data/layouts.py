@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.data.chat import check_tokenizer, tokenize_conversation, tokenize_prompt
 from motet.data.encoder_layout import EncoderLayout, Layouts
-from motet.data.example import PLACEHOLDERS, Example, Message, placeholders_in
+from motet.data.example import PLACEHOLDERS, Example, Message, in_example, placeholders_in
 from motet.data.generated import QueryLayout
 from motet.errors import UserError
 from motet.families.encoders.token_counts import LEGACY_END, Pooling, config_value, pooled
@@ -282,15 +282,13 @@ class SampleLayouts:
         """The metadata of an example. Raises `UserError` naming its file and line."""
         layouts: dict[str, tuple[Segment, ...]] = {}
         num_loss_tokens: dict[str, int] = {}
-        try:
+        with in_example(example):
             for name, module in self.modules.items():
                 segments, num_tokens = module.lay_out(example, layouts)
                 if segments:
                     layouts[name] = segments
                 if num_tokens is not None:
                     num_loss_tokens[name] = num_tokens
-        except ValueError as error:
-            raise UserError(f"{example.where or example.id}: {error}") from None
         return Sample(id=example.id, layouts=layouts, num_loss_tokens=num_loss_tokens)
 
     @property
@@ -317,10 +315,3 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> Sample: ...
-
-
-def conversation_layouts(
-    tokenizer: Any, encoders: Mapping[str, EncoderLayout], merge: str = "placeholder"
-) -> dict[str, ModuleLayout]:
-    """The layouts of encoders and the language model that they enter. Raises `UserError`."""
-    return {**encoders, LANGUAGE_MODEL: ConversationLayout(tokenizer, encoders, merge)}

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from motet.assignment.sample import Segment
 from motet.data.example import Media, Modality
 from motet.data.formats.media import StoredFile, register_modality
 from motet.data.preparation import EncoderInput
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.encoders.own_encoders import OwnEncoder, register
 from motet.families.encoders.token_counts import encoder_segment
 
@@ -51,21 +53,16 @@ def register_encoder(
             suffixes=suffixes,
         )
     encoder = OwnEncoder(
-        modality=modality, example=tuple(example), feature=feature or modality, prepare=prepare or _as_loaded
+        modality=modality,
+        example=tuple(example),
+        feature=feature or modality,
+        prepare=prepare or methodcaller("load"),
     )
     register(module_class, encoder)
     if modality not in ("image", "audio"):
-        reader = load or _load_npy
+        reader = load or partial(np.load, allow_pickle=False)
         register_modality(modality, lambda path: ArrayFile(path, reader), tuple(suffixes) or ("npy",))
     return module_class
-
-
-def _as_loaded(media: Media) -> Any:
-    return media.load()
-
-
-def _load_npy(file: Any) -> np.ndarray:
-    return np.load(file, allow_pickle=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class ArrayFile:
         try:
             return self.reader(self.path if isinstance(self.path, Path) else self.path.open())
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path}: cannot be read ({' '.join(str(error).split())}); replace the file") from None
+            raise UserError(f"{self.path}: cannot be read ({one_line(error)}); replace the file") from None
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from motet.assignment.sample import Sample
 from motet.data.codes import CodeLayout
 from motet.data.composite import CompositePartLayout
 from motet.data.encoder_layout import EncoderLayout, Size
-from motet.data.example import Example, ExampleSource, Media, Modality
+from motet.data.example import Example, ExampleSource, Media, Modality, in_example
 from motet.data.formats.media import resample
 from motet.data.generated import GeneratedLayout, QueryLayout
 from motet.data.latents import latent_features
 from motet.data.layouts import CaptionLayout, ConversationLayout, ConversationText, SampleLayouts, TextLayout
-from motet.errors import UserError
 from motet.families.encoders.token_counts import temporal_patch_size
 from motet.plan import LANGUAGE_MODEL
 
@@ -108,10 +107,8 @@ class Preparation(SampleLayouts):
         """The tensors of one module. Raises `UserError` naming the file that cannot be decoded."""
         layout = self.modules[module]
         if isinstance(layout, CompositePartLayout):
-            try:
+            with in_example(example):
                 return layout.features(example)
-            except ValueError as error:
-                raise UserError(f"{example.where or example.id}: {error}") from None
         if isinstance(layout, ConversationLayout):
             text = self._conversation_text(example)
             return {"input_ids": torch.tensor(text.input_ids), "labels": torch.tensor(text.labels)}
@@ -129,10 +126,8 @@ class Preparation(SampleLayouts):
         if isinstance(layout, GeneratedLayout):
             return {"latents": torch.from_numpy(layout.latents(example))}
         assert isinstance(layout, EncoderInput)
-        try:
+        with in_example(example):
             return layout.features(layout.items(example))
-        except ValueError as error:
-            raise UserError(f"{example.where or example.id}: {error}") from None
 
     def prompt(self, example: Example) -> Tensor:
         """The token ids up to the beginning of the last answer, for generation; int64 [tokens]."""
@@ -143,11 +138,9 @@ class Preparation(SampleLayouts):
 
     def _conversation_text(self, example: Example, *, without_last_answer: bool = False) -> ConversationText:
         conversation = self.conversation
-        try:
+        with in_example(example):
             layouts = {name: encoder.lay_out(example, {})[0] for name, encoder in conversation.encoders.items()}
             return conversation.write(example, layouts, without_last_answer=without_last_answer)
-        except ValueError as error:
-            raise UserError(f"{example.where or example.id}: {error}") from None
 
     @property
     def tools(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from motet.config import PartConfig
 from motet.data.chat import plain_word_level_tokenizer, read_tokenizer, word_level_tokenizer
 from motet.data.tasks.dial_a_digit import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, SAMPLING_RATE
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.configured_graph import ConfiguredModule
 from motet.families.encoders.token_counts import modality_of
 
@@ -42,7 +42,7 @@ class Tools(Protocol):
 class PlainTools:
     """Tokenizers and processors read without torch. Raises `NeedsTransformersError` for those that cannot be.
 
-    `words`: of a task, all that its texts hold; (): tokenizers and processors are stored. `data`: the run file's."""
+    `words`: all words of a task's texts; (): tokenizers and processors are read from files. `data`: the run file's."""
 
     def __init__(self, data: Any, words: Sequence[str]) -> None:
         self._data, self._words = data, words
@@ -54,7 +54,7 @@ class PlainTools:
         try:
             tokenizer = read_tokenizer(partial(_stored_file, source))
         except Exception as error:  # Whatever stands in the files: the library has no exceptions of its own.
-            raise UserError(f"data.tokenizer: {source} cannot be loaded: {_one_line(error)}") from None
+            raise UserError(f"data.tokenizer: {source} cannot be loaded: {one_line(error)[:200]}") from None
         if tokenizer is None:
             raise NeedsTransformersError
         return tokenizer
@@ -71,7 +71,7 @@ class PlainTools:
                     values = json.loads(file.read_text(encoding="utf-8"))
                     nested = [values[key] for key in keys if key in values]
                 except (OSError, ValueError, TypeError, RecursionError) as error:
-                    raise UserError(f"data.processors.{name}: {file} cannot be read: {_one_line(error)}") from None
+                    raise UserError(f"data.processors.{name}: {file} cannot be read: {one_line(error)[:200]}") from None
                 return _checked(nested[0] if nested else values, f"data.processors.{name}: {file}")
         raise NeedsTransformersError
 
@@ -120,15 +120,11 @@ class TransformersTools:
         try:
             return getattr(transformers, kind).from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # Whatever stands in the files: the libraries raise what they meet.
-            raise UserError(f"{key}: {source} cannot be loaded: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"{key}: {source} cannot be loaded: {one_line(error)[:200]}") from None
 
 
 def _checked(values: Any, where: str) -> Mapping[str, Any]:
-    """The values of a processor. Raises `UserError` for those that make its outputs no numbers."""
+    """The values of a processor. Raises `UserError` for values with which it would output no numbers."""
     if not isinstance(values, Mapping):
         raise UserError(f"{where}: is not a mapping; save the processor again")
     std = values.get("image_std")

@@ -8,8 +8,6 @@ package. Reading them needs no torch, and nothing in them is executed.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -21,9 +19,7 @@ from typing import Any, Literal
 from motet.errors import UserError
 from motet.shapes.module_shape import ModuleWorkload
 from motet.strict_parsing import parse_strictly
-
-CACHE = "MOTET_CACHE"
-"""Environment variable: the cache folder, instead of `motet` in XDG_CACHE_HOME or ~/.cache."""
+from motet.user_cache import cache_folder, write_cached
 
 KNOWN = Path(__file__).with_name("known_capabilities.json")
 """Results that come with the package, by digest; `benchmarks/families.py` writes it."""
@@ -103,11 +99,9 @@ class Capabilities:
                 raise UserError(f"{where}: {described} is not supported for {self.model_type}: {reason}; {instead}")
 
 
-def cache_folder() -> Path:
-    """Folder in which motet keeps shape cards and results of probes."""
-    if folder := os.environ.get(CACHE):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet"
+def results_folder() -> Path:
+    """The folder in which results of probes are kept."""
+    return cache_folder("families")
 
 
 def probed_versions() -> dict[str, str]:
@@ -145,7 +139,7 @@ def read_capabilities(digest: str) -> Capabilities | None:
 
 def _texts(digest: str) -> Iterator[str]:
     with suppress(OSError, UnicodeDecodeError):
-        yield (cache_folder() / "families" / f"{digest}.json").read_text()
+        yield (results_folder() / f"{digest}.json").read_text()
     if (known := _known().get(digest)) is not None:
         yield json.dumps(known)
 
@@ -158,7 +152,7 @@ def _known() -> dict[str, Any]:
 
 def known_capabilities() -> list[Capabilities]:
     """All results for these versions, those in the cache first, without doubles."""
-    folder = cache_folder() / "families"
+    folder = results_folder()
     digests = [*(sorted(path.stem for path in folder.glob("*.json")) if folder.is_dir() else ()), *_known()]
     found = [read_capabilities(digest) for digest in dict.fromkeys(digests)]
     return sorted(
@@ -168,12 +162,4 @@ def known_capabilities() -> list[Capabilities]:
 
 
 def write_capabilities(digest: str, capabilities: Capabilities) -> None:
-    """Writes the result into the cache in one step. A folder that cannot be written is left alone."""
-    folder = cache_folder() / "families"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-            file.write(json.dumps(asdict(capabilities), indent=1))
-        os.replace(file.name, folder / f"{digest}.json")
-    except OSError:
-        return
+    write_cached(results_folder() / f"{digest}.json", json.dumps(asdict(capabilities), indent=1))

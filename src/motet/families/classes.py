@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.caption_decoders import DECODER_FAMILIES
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.families.language_models import LANGUAGE_MODELS, exceptional_families, registered_class
@@ -89,7 +89,7 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
 
 
 def part_type(model_type: str, kind: Kind) -> str:
-    """The family of the encoder or language model in a model of this type: of a part, its own."""
+    """The family of the encoder or language model in a model of this type; a part is a family itself."""
     return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)
 
 
@@ -108,7 +108,7 @@ def model_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype
             keep_corrections_wide(model)
             return model
     except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
-        raise UserError(f"{where}: {model_class.__name__} cannot be built: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: {model_class.__name__} cannot be built: {one_line(error)}") from None
 
 
 @contextmanager

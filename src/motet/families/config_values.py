@@ -28,6 +28,8 @@ POSITIVE = re.compile(r"(theta|base_freq|(^|_)eps(ilon)?)$")
 """Names of numbers that are divided by, or whose logarithm is taken."""
 SHARE = re.compile(r"(drop_?out|_drop|pdrop|layerdrop|drop_path_rate)(_prob|_rate|_p)?$")
 """Names of shares of what is left out."""
+TOKEN = re.compile(r"token_(id|index)$")
+"""Names of tokens: one, or a list of several."""
 
 
 def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any], where: str = ".values") -> None:
@@ -50,6 +52,8 @@ def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any]
             check_values(part, {name: each for name, each in value.items() if name != "model_type"}, place)
         elif key in ROPE_KEYS:
             _check_rope(value, place)
+        elif TOKEN.search(key):
+            _check_token(value, usual.get(key), _vocab_size(config_class, values), place)
         else:
             _check_value(key, value, usual.get(config_class.attribute_map.get(key, key)), place)
 
@@ -86,11 +90,35 @@ def _check_value(key: str, value: Any, default: Any, place: str) -> None:
     if not _is_count(default) or value is None:
         return
     is_pair = isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-    if not (_is_count(value) or is_pair or "token_id" in key):
+    if not (_is_count(value) or is_pair):
         raise UserError(f"{place}: is {value!r}; give a whole number of at least 1")
     most = MOST_LAYERS if "layer" in key or key == "depth" else MOST_OF_A_SIZE
     if isinstance(value, int) and value > most:
         raise UserError(f"{place}: is {value}; give at most {most}")
+
+
+def _vocab_size(config_class: type[PretrainedConfig], values: Mapping[str, Any]) -> int | None:
+    """Number of tokens that the configuration will have; None: it is not known here."""
+    name = next((key for key, real in config_class.attribute_map.items() if real == "vocab_size"), "vocab_size")
+    defaults = inspect.signature(config_class.__init__).parameters
+    candidates = [
+        each.get(key)
+        for each in (values, values.get("text_config"))
+        if isinstance(each, dict)
+        for key in ("vocab_size", name)
+    ]
+    if "vocab_size" in defaults and "text_config" not in config_class.sub_configs:
+        candidates.append(defaults["vocab_size"].default)
+    return next((size for size in candidates if _is_count(size)), None)
+
+
+def _check_token(value: Any, default: Any, vocab_size: int | None, place: str) -> None:
+    if value is None or value == default:  # Some classes' padding is -1.
+        return
+    most = MOST_OF_A_SIZE if vocab_size is None else vocab_size - 1
+    for token in value if isinstance(value, list) and value else [value]:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= most:
+            raise UserError(f"{place}: is {value!r}; give null or a token of the vocabulary, 0 to {most}")
 
 
 def _check_rope(value: Any, place: str) -> None:

@@ -141,15 +141,7 @@ def _composite_graph(config: RunConfig) -> Graph:
         )
     if not any(module.trainable for module in modules.values()):
         raise UserError("model.parts: nothing is trainable; set train.module or train.projector of a part to true")
-    edges = tuple(
-        Edge(
-            source=name,
-            target=LANGUAGE_MODEL,
-            layers=described.entry_layers if described.is_deep(name) else (0,),
-        )
-        for name in described.encoders
-    )
-    return modules, edges
+    return modules, described.edges
 
 
 def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from motet.config import PartConfig
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.classes import default_dtype
 from motet.families.hf_config import stored_values
 from motet.shapes.diffusion import GENERATORS
@@ -335,4 +335,4 @@ def build_diffusion_model(part: PartConfig, values: Mapping[str, Any], dtype: to
         with default_dtype(dtype):
             return model_class.from_config({**values, "_class_name": name}).to(dtype)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"{where}.values: do not make a {name} ({' '.join(str(error).split())})") from None
+        raise UserError(f"{where}.values: do not make a {name} ({one_line(error)})") from None

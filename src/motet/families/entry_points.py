@@ -6,18 +6,18 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 
 
 @cache
 def loaded(group: str) -> Mapping[str, Any]:
-    """By name: what the entry points of a group are. Imports them all. Raises `UserError` for one that cannot be."""
+    """The objects of a group's entry points by name. Imports all of them. Raises `UserError` for one that cannot be."""
     found = {}
     for entry in entry_points(group=group):
         try:
             found[entry.name] = entry.load()
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
                 f"entry point {group} {entry.name}: cannot be imported ({reason}); repair the package"
             ) from None

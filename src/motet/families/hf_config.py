@@ -15,17 +15,12 @@ from motet.config import (
     PartConfig,
     TowerConfig,
 )
-from motet.errors import UserError, closest
+from motet.errors import UserError, closest, one_line
 from motet.shapes.codes import EDGE, Codec, read_codec
 from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, unet_workload
 from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, transformer_workload
 from motet.shapes.module_shape import ModuleWorkload
 from motet.shapes.shape_card import Role, ShapeRequest
-
-# What a stored CLIPModel or SiglipModel is made of: which of its parts is which tower, and what else is trained of it.
-#
-# Pure: names alone, so that a run file's towers are planned without weights.
-
 
 TowerPart = Literal["image", "text"]
 
@@ -140,7 +135,7 @@ def stored_folder(part: PartConfig | AutoencoderConfig | CodecConfig) -> Path:
     try:
         return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
     except OSError as error:
-        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({' '.join(str(error).split())}); use path") from None
+        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({one_line(error)}); use path") from None
 
 
 def codec_of(part: GeneratorConfig, where: str) -> Codec:
@@ -186,9 +181,9 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    for key in {*UNET_DEFAULTS, *(key for each in TRANSFORMERS.values() for key in each.defaults)}:
-        value = part.values.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+    known_keys = {*UNET_DEFAULTS, *(key for each in TRANSFORMERS.values() for key in each.defaults)}
+    for key, value in part.values.items():
+        if key in known_keys and isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
     try:
         connection = Connection(incoming_size=incoming_size, projector=part.projector, guidance=part.guidance)

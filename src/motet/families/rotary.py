@@ -26,7 +26,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def forget_sequences(model: nn.Module) -> None:
-    """Lets no later sequence have the frequencies of a longer one that came before."""
+    """Resets cached frequencies, so that no sequence gets those of a longer one before it."""
     for module in model.modules():
         if not depends_on_length(module) or not hasattr(module, "max_seq_len_cached"):
             continue

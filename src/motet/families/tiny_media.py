@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.discovery.composite import FeatureFunction
 from motet.families.tiny import NUM_PATCHES
 
@@ -32,7 +32,7 @@ def tiny_medium(model: Any, function: FeatureFunction, generator: torch.Generato
         try:
             return given, _num_placeholders(model, function, given)
         except Exception as error:  # Whatever a model raises for tensors that are not its own.
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+            reasons.append(f"{type(error).__name__}: {one_line(error)[:120]}")
     raise UserError(
         f"{type(model).__name__}: no input of {function.modality} is known that it takes ({'; '.join(reasons[:2])})"
     )

@@ -448,7 +448,7 @@ def _layout_by_placeholders(
     return tuple(Segment(len(list(run)), source=name, item=item) for (name, item), run in groupby(owners))
 
 
-# Contrastive models ---
+# Contrastive models ---------------------------------------------------------------------------------------------------
 
 
 def batch_of_towers(model: ModuleGraph, batch: Mapping[str, Any]) -> DictBatch:

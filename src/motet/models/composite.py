@@ -9,7 +9,7 @@ from torch import nn
 
 from motet.assignment.sample import Segment
 from motet.families.discovery.composite import Composite, CompositeModule
-from motet.families.stored_weights import weights_of
+from motet.families.stored_weights import is_within, weights_of
 from motet.models.graph import TYPICAL_TEXT_TOKENS, Layouts, ModuleNode
 from motet.models.stages.composite import CompositeEncoderStage, CompositeLanguageModelStage
 from motet.plan import LayerRange
@@ -35,7 +35,7 @@ class CompositeNode(ModuleNode):
         own: dict[str, list[str]] = {}
         parameters = dict(self.model.named_parameters())
         for name in parameters if self.part.functions else weights_of(self.model):
-            if any(name == path or name.startswith(f"{path}.") for path in self.part.paths):
+            if is_within(name, self.part.paths):
                 own.setdefault(self.part.part_of(name), []).append(name)
         return {part: view_of(self.model, names) for part, names in own.items()}
 

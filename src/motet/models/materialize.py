@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from motet.config import PartConfig, TowerConfig
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.caption_decoders import is_added
 from motet.families.classes import Kind, config_class_named, model_class_of, model_on_meta, part_type
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
@@ -36,7 +36,7 @@ from motet.families.discovery.language_model_parts import causal_layer_parts, nu
 from motet.families.encoders.own_encoders import build, build_on_meta
 from motet.families.hf_config import stored_folder, tower_family
 from motet.families.language_models import check_causal, is_tied
-from motet.families.weight_conversion import Sources, sources_of
+from motet.families.stored_weights import Sources, is_within, sources_of
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 
@@ -102,7 +102,7 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
         raise UserError(f"{where}.path: {error.filename} is missing; give a folder with config.json") from None
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         key = "values" if part.values or part.config else "path"
-        raise UserError(f"{where}.{key}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}.{key}: {one_line(error)}") from None
 
 
 def stored_model_type(part: PartConfig) -> str:
@@ -232,11 +232,7 @@ def build_own(part: Any, *, name: str, where: str, dtype: torch.dtype) -> nn.Mod
 
 def _outside_layers(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """Returns the modules that belong to no layer (rotary frequencies, containers). They have no parameters."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if not any(name == path or name.startswith(f"{path}.") for path in paths)
-    ]
+    return [module for name, module in model.named_modules() if not is_within(name, paths)]
 
 
 def _give_memory(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) -> None:
@@ -260,7 +256,7 @@ def _tensors_of(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) ->
     paths = [path for paths in parts.values() for path in paths]
     others = {id(buffer) for module in outside for buffer in module.buffers(recurse=False)}
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) in others or any(key == path or key.startswith(f"{path}.") for path in paths):
+        if id(tensor) in others or is_within(key, paths):
             yield key, tensor
 
 
@@ -320,7 +316,7 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
     wanted = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if any(name == path or name.startswith(f"{path}.") for paths in parts.values() for path in paths)
+        if any(is_within(name, paths) for paths in parts.values())
     }
     stored, prefix = _stored_sources(model, folder, where)
     tied = model.all_tied_weights_keys

@@ -1,4 +1,5 @@
-"""Activation checkpointing of a stage's blocks: recomputed, partly recomputed, or offloaded (`motet.recomputation`).
+"""Treatment of a stage's blocks: activation checkpointing (`motet.recomputation`), of which offloading is a kind, and
+compilation.
 
 The forward of a block, or of its attention, is replaced by one that keeps less. Hooks of the module stay outside, so
 that they run once. Recomputation is torch's non-reentrant kind.
@@ -29,6 +30,16 @@ class HasBlocks(Protocol):
     @property
     def running_blocks(self) -> Mapping[int, nn.Module]:
         """Its blocks that run, by their numbers in the whole module."""
+
+
+def compile_blocks(stage: HasBlocks, backend: str) -> None:
+    """From now on the stage's blocks run compiled by `torch.compile`, each separately, for sequences of any length.
+
+    Blocks of one shape share their code, which takes batch and length as symbols (`dynamic=True`), so that a new length
+    compiles nothing; one row and several rows are two cases, and so are forwards with and without a graph. Call it
+    before `treat_activations`, so that recomputation runs the compiled block again."""
+    for block in stage.running_blocks.values():
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
 
 
 def treat_activations(stage: HasBlocks, kind: str) -> None:

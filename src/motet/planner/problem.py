@@ -142,8 +142,8 @@ class PlanningProblem:
     num_microbatches: int
     """Per replica."""
     shares_experts: bool = False
-    """Whether as many ranks as can be share a mixture's experts in searched layouts, and may in plans that bounds are
-    for."""
+    """Whether searched layouts distribute a mixture's experts over as many ranks as possible; lower bounds then hold
+    for such plans too."""
     query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
     """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
     among `modules`, and their edges not among `edges`: no planner has to place them."""
@@ -153,7 +153,7 @@ class PlanningProblem:
     assignment: str = DEFAULT_ASSIGNMENT
     """How batches are cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
-    """Like the field of the plan."""
+    """As `Plan.max_packed_tokens`."""
     recompute: tuple[str, ...] = ()
     chooses_recompute: bool = False
     """Planner `auto` may recompute blocks of other modules than `recompute` says."""
@@ -164,9 +164,9 @@ class PlanningProblem:
     microbatch_numbers: tuple[int, ...] = ()
     """Numbers of microbatches that planner `auto` may choose; (): `num_microbatches` alone."""
     free_dp_sizes: tuple[int, ...] = ()
-    """Data-parallel sizes for one microbatch; more microbatches leave out those that have too few samples."""
+    """Data-parallel sizes if a replica has one microbatch; for more, those that leave some empty are left out."""
     plans_zero1: bool = False
-    """Whether plans say that the optimizer's state is sharded; else the run file does."""
+    """Whether the plan says that the optimizer's state is sharded, and not the run file."""
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""

@@ -37,9 +37,9 @@ class Planner:
     chooses_cp: bool = False
     """Whether it chooses context-parallel sizes."""
     chooses_num_devices: bool = False
-    """Whether it is asked about all devices only: it chooses how many of them it uses, or is made for all."""
+    """Whether it is asked once, about all devices: it chooses how many of them it uses, or always uses all."""
     limits_dp: bool = True
-    """Whether `parallel.limits.dp` holds for its plans; a planner may be made to find the number of replicas."""
+    """Whether its plans keep to `parallel.limits.dp`; some planners exist to find the number of replicas."""
     limits_dp_of_encoders: bool = True
     """Whether that limit holds for encoders too; a planner may give each replica of the language model several of an
     encoder."""

@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -88,10 +87,6 @@ def plan_page(values: Mapping[str, Any]) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{STYLE}</style></head>'
         f'<body>{"".join(sections)}<script type="application/json" id="report">{data}</script></body></html>\n'
     )
-
-
-def save_plan_page(values: Mapping[str, Any], path: Path) -> None:
-    path.write_text(plan_page(values))
 
 
 def _key_figures(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ It imports no torch; the store's client is passed in.
 
 import contextlib
 import json
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from motet.addresses import address_text, host_and_port
-from motet.resilience.failure_log import Recovery, write_recovery
+from motet.resilience.failure_log import Recovery, write_finding, write_recovery
+from motet.resilience.health.clock import clock_error
+from motet.resilience.health.neighbours import NeighbourTrials
 from motet.resilience.membership import (
     FAILURE,
     RUN,
@@ -52,6 +55,8 @@ from motet.resilience.process_control import (
 from motet.resilience.store.store import Store, StoreAwayError
 
 POLL_S = 0.02
+NOBODY = -1
+"""Stands for the number of a node that has none yet."""
 
 
 class Successor(Protocol):
@@ -73,6 +78,8 @@ class NodeAgent:
     store_patience_s: float
     """How long the store may be away while this node waits for it: nothing is trained, or the training is done."""
     output: Path
+    trials: NeighbourTrials | None = None
+    """Sums with neighbours; None: a node joins without one, and answers none."""
     is_warned: bool = False
     """Whether this machine is about to be taken away."""
     known: list[Membership] = field(default_factory=list)
@@ -90,11 +97,11 @@ class NodeAgent:
     _met_in: int = 0
     """The newest generation whose processes know where to meet."""
     _unwritten: dict[str, str] = field(default_factory=dict)
-    """What the store has not taken yet."""
+    """Values that the store has not taken yet, by key."""
     _away_since: float | None = None
-    """Since when the store has been away."""
+    """When the store stopped answering."""
     _needed_since: float | None = None
-    """Since when, in this time, the node has waited for it."""
+    """When this node began to need the store while it was away."""
     _is_interrupted: bool = False
     """Whether a process waits for the next membership, as this one has ended there."""
     _end_reason: str | None = None
@@ -145,7 +152,7 @@ class NodeAgent:
 
     def _act(self, now: float) -> bool:
         """One round with a store; returns whether the node's part is over."""
-        is_member = self.node is not None and self._read_newer(self.node)
+        is_member = self._read_newer(NOBODY if self.node is None else self.node)
         if is_over(self.store.values, self.membership):
             failure = self.store.values.get(FAILURE)
             self._end_reason = None if failure is None else json.loads(failure)["message"]
@@ -162,13 +169,28 @@ class NodeAgent:
             kill_all(self.processes)
         if not is_member and (loss is not None or self.is_warned):
             self._end_reason = self._why_out()
+            if self.node is None and loss is not None:
+                write_finding(self.output, "refused", None, loss)
             return True
         if self.node is not None:
+            if self.trials is not None:
+                self.trials.answer(self.node, self.store.values, self._write, now)
             self._propose(self.node, loss)
         elif all(watched.is_ready for watched in self.processes):
-            self.node = self.store.register()
-            self.store.keep_alive(self.node)
+            if self.trials is None or self.trials.is_fit(self.store, self.membership, now):
+                self._register()
+            else:
+                self._failure = self.trials.failure
         return False
+
+    def _register(self) -> None:
+        """Makes this node one that the others count in."""
+        error = clock_error(self.store)
+        self.node = self.store.register()
+        self.store.keep_alive(self.node)
+        if error is not None:
+            print(f"motet: node {self.node}: {error}", file=sys.stderr, flush=True)
+            write_finding(self.output, "clock", self.node, error)
 
     def _continue_without_store(self, now: float) -> bool:
         """One round while the store is away; returns whether to wait no longer. Training needs it only when something
@@ -197,8 +219,9 @@ class NodeAgent:
     def _why_out(self) -> str | None:
         """Returns the reason why this node is out; None if it left on a warning, or the plan has no place for it."""
         if self._failure is not None:
-            return f"node {self.node} was lost: {self._failure}"
-        return self.membership.stop if self.membership is not None else None
+            what = "this node was not taken in" if self.node is None else f"node {self.node} was lost"
+            return f"{what}: {self._failure}"
+        return self.membership.stop if self.membership is not None and self.node is not None else None
 
     def _read_newer(self, node: int) -> bool:
         """Passes new memberships on to the processes. Returns whether this node is a member of the newest."""

@@ -1,5 +1,5 @@
 """The failure log, `failures.jsonl` in the output folder: one JSON line for each change of membership (what died or
-joined, and what was done), each end and restart of all nodes, and each straggler."""
+joined, and what was done), each end and restart of all nodes, each straggler, and each finding of a health check."""
 
 import json
 import sys
@@ -66,6 +66,12 @@ def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int)
     _append(output, {"changes": [slow], "done": "nothing", "step": step})
 
 
+def write_finding(output: Path, kind: str, node: int | None, how: str) -> None:
+    """Logs what a health check has found. `node`: None before it has a number."""
+    found = {"kind": kind, "node": node, "how": how, "noticed_at": time.time()}
+    _append(output, {"changes": [found], "done": "nothing"})
+
+
 def _told(changes: Sequence[Change]) -> list[dict[str, object]]:
     return [{"kind": c.kind, "node": c.node, "how": c.how, "noticed_at": c.noticed_at} for c in changes]
 
@@ -88,11 +94,11 @@ def _what_was_done(recovery: Recovery) -> str:
     before, now = recovery.steps_before, recovery.steps
     if before is None:
         if recovery.membership.generation == FIRST_GENERATION:
-            return f"all nodes were started anew, from {_checkpoint(now)}"
+            return f"all nodes were restarted from {_checkpoint(now)}"
         return "nothing had been trained yet: started again" + (f", from {_checkpoint(now)}" if now else "")
     if recovery.missing:
         to = f"the copies in memory of step {now}" if recovery.is_from_memory else _checkpoint(now)
-        return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {to}"
+        return f"no node held {recovery.missing[0]} any more: went back from step {before} to {to}"
     if recovery.membership.stop is not None:
         return f"stopped before step {now + 1}: {recovery.membership.stop}"
     return f"went on with step {now + 1}: {recovery.membership.note}"

@@ -38,6 +38,9 @@ from motet.plan import Plan
 from motet.planner.templates.pipelines import Templates
 from motet.resilience.agent import NodeAgent
 from motet.resilience.failure_log import write_end
+from motet.resilience.health.free_memory import NO_NEEDS, MemoryNeeds
+from motet.resilience.health.neighbours import NeighbourTrials
+from motet.resilience.health.trial_process import serve_trials
 from motet.resilience.membership import (
     RUN,
     Change,
@@ -92,8 +95,8 @@ def _client(
     replaces: bool = False,
     is_patient: bool = False,
 ) -> Store:
-    """A client of the store. `is_new`: a training begins there. `replaces`: after one of this process's. `is_patient`:
-    it waits longer than the others."""
+    """Connects to the store. `is_new`: a training begins there. `replaces`: this process had a training there that has
+    ended. `is_patient`: waits twice as long for an answer."""
     if isinstance(address, EtcdAddress):
         return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new, replaces=replaces, check=check_record)
     return EmbeddedStore(address, secret, (1 + is_patient) * store_timeout_s(detect_s))
@@ -116,17 +119,24 @@ def train_on_nodes(
     node_size: int,
     listen: StoreAddress | None = None,
     store: EtcdAddress | None = None,
+    needs: MemoryNeeds = NO_NEEDS,
 ) -> dict[str, Any]:
     """Trains, and returns the JSON of `motet train`.
 
     `templates`: pipelines on other numbers of nodes; None: only as they are in the plan. `listen`: where nodes on other
     machines join, in the embedded store or in etcd; None: the nodes are processes of this machine. `store`: for these;
-    None: the embedded one.
+    None: the embedded one. `needs`: predicted for the plan, which a node must have free when it joins.
     Where too few nodes are left, all are restarted from the last checkpoint (`train.failures.restarts` times).
     Raises `UserError` or `WorkerFailedError` if the training could not continue."""
     failures, output = config.train.failures, Path(config.train.output)
     assert failures is not None
-    run, first = RunRecord(config=as_json(config), plan=plan.to_json()), first_membership(num_nodes, plan.to_json())
+    run = RunRecord(
+        config=as_json(config),
+        plan=plan.to_json(),
+        rank_device_bytes=needs.device_bytes,
+        rank_host_bytes=needs.host_bytes,
+    )
+    first = first_membership(num_nodes, plan.to_json())
     secret = make_secret() if listen is None else read_secret(failures.secret_file)
     in_etcd = listen if isinstance(listen, EtcdAddress) else store
     embedded = listen if isinstance(listen, tuple) else (LOOPBACK, 0)
@@ -145,7 +155,9 @@ def train_on_nodes(
                     if listen is None:
                         succession = Succession(node_size, templates, failures.stop_below_guarantee, run.plan)
                         agents = [
-                            children.start(run_agent, config, address, secret, node, node_size, succession, num_nodes)
+                            children.start(
+                                run_agent, config, address, secret, node, node_size, succession, num_nodes, needs
+                            )
                             for node in range(num_nodes)
                         ]
                     else:
@@ -154,16 +166,16 @@ def train_on_nodes(
                     return _outcome(watch_training(client, first, agents), failures.detect_s, agents)
             except (NodesLostError, StoreLostError, StoreAwayError) as error:
                 changes = error.changes if isinstance(error, NodesLostError) else ()
-                # Nodes that reach each other and not etcd may still train: only those that ended here certainly do not.
+                # Nodes that reach each other but not etcd may still train, so a second set must not be started beside.
                 most = 0 if isinstance(listen, EtcdAddress) else failures.restarts
                 if run.restarts == most:
-                    done = f"{error}: not started anew, as train.failures.restarts is {most}"
+                    done = f"{error}: not restarted, as train.failures.restarts is {most}"
                     write_end(output, changes, done)
                     raise NodesLostError(str(error), changes) from None
                 run = replace(run, restarts=run.restarts + 1)
-                done = f"{error}: all nodes are started anew (restart {run.restarts} of {most})"
+                done = f"{error}: all nodes are restarted (restart {run.restarts} of {most})"
                 write_end(output, changes, done)
-                print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
+                print(f"motet: {error}; restarting all nodes", file=sys.stderr, flush=True)
 
 
 def join_training(
@@ -179,9 +191,10 @@ def join_training(
     secret = read_secret(failures.secret_file)
     run = _check_run_file(config, store_address, secret)
     succession = Succession(node_size, make_templates(), failures.stop_below_guarantee, run.plan)
+    needs = MemoryNeeds(device_bytes=run.rank_device_bytes, host_bytes=run.rank_host_bytes)
     while True:
         try:
-            why = run_agent(config, store_address, secret, None, node_size, succession)
+            why = run_agent(config, store_address, secret, None, node_size, succession, needs=needs)
             break
         except StoreLostError as error:
             print(f"motet: {error}; waiting for it to be there again", file=sys.stderr, flush=True)
@@ -263,9 +276,10 @@ def run_agent(
     node_size: int,
     succession: Succession,
     nodes_here: int = 1,
+    needs: MemoryNeeds = NO_NEEDS,
 ) -> str | None:
     """Runs a node's agent in this process. `node`: its number; None: it joins a training that is under way.
-    `nodes_here`: nodes that share this machine's cores.
+    `nodes_here`: nodes that share this machine's cores. `needs`: memory of one process.
 
     Returns why the node's part is over, if the node was lost or the training failed. Raises `StoreLostError`."""
     failures = config.train.failures
@@ -277,9 +291,13 @@ def run_agent(
             agent_ends = [*(other.pipe for other in processes), mine]
             # Nodes of one machine share its devices.
             device = (node or 0) * node_size + place
-            process = children.start(_run_process, config, device, node_size, nodes_here, theirs, agent_ends)
+            process = children.start(_run_process, config, device, node_size, nodes_here, needs, theirs, agent_ends)
             theirs.close()
             processes.append(WatchedProcess(process, mine))
+        # Before the store's client has threads, with which a process should not be forked.
+        trials, theirs = multiprocessing.Pipe()
+        children.start(serve_trials, theirs, [*(watched.pipe for watched in processes), trials])
+        theirs.close()
         # An agent waits longer than the process that watches the store, which restarts everything.
         with closing(_client(store_address, secret, failures.detect_s, is_patient=True)) as store:
             agent = NodeAgent(
@@ -290,13 +308,20 @@ def run_agent(
                 silence_s(failures.detect_s),
                 failures.store_patience_s,
                 Path(config.train.output),
+                NeighbourTrials(trials),
             )
             signal.signal(signal.SIGTERM, agent.warn)
             return agent.run()
 
 
 def _run_process(
-    config: RunConfig, device: int, node_size: int, nodes_here: int, pipe: Connection, agent_ends: Sequence[Connection]
+    config: RunConfig,
+    device: int,
+    node_size: int,
+    nodes_here: int,
+    needs: MemoryNeeds,
+    pipe: Connection,
+    agent_ends: Sequence[Connection],
 ) -> None:
     """Runs a training process. `device`: its number among the machine's."""
     for other in agent_ends:  # If these stayed open here, the agent's end would go unnoticed.
@@ -308,7 +333,7 @@ def _run_process(
     torch.set_num_threads(max(1, available_cores() // (node_size * nodes_here)))
     link = AgentLink(pipe)
     try:
-        TrainingProcess(config, link, node_size).run()
+        TrainingProcess(config, link, node_size, needs).run()
     except BaseException as error:
         kind = next((name for name, known in ERROR_KINDS.items() if isinstance(error, known)), "failure")
         message = str(error) if kind != "failure" else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -31,7 +31,9 @@ RUN = "run"
 
 Values = Mapping[str, str]
 """Values of a store, by key."""
-KeyKind = Literal["node", "alive", "membership", "meeting", "done", "left", "result", "logged", "seen_end"]
+KeyKind = Literal[
+    "node", "alive", "membership", "meeting", "done", "left", "result", "logged", "seen_end", "trial", "tried"
+]
 
 
 def key(kind: KeyKind, *numbers: int) -> str:
@@ -48,6 +50,8 @@ def key(kind: KeyKind, *numbers: int) -> str:
     | result/g | JSON that `motet train --json` prints |
     | logged/g | the failure log has the membership's changes |
     | seen_end/n | the node's agent knows that the training is over |
+    | trial/k | JSON of the `TrialRequest`: a node that wants to join is to sum with another one |
+    | tried/k | JSON of the `TrialOutcome`, as the other one has seen it |
     """
     return "/".join((kind, *map(str, numbers)))
 
@@ -134,6 +138,11 @@ def check_record(name: str, value: str) -> None:
         case "meeting", [_]:
             if host_and_port(value) is None:
                 raise UserError(f"{name}: is not an address")
+        case "trial", [_]:
+            if host_and_port(parse_strictly(TrialRequest, value, name).address) is None:
+                raise UserError(f"{name}: address: is not an address")
+        case "tried", [_]:
+            parse_strictly(TrialOutcome, value, name)
         case "result", [_]:
             parse_strictly(dict[str, Any], value, name)
         case (("node" | "alive" | "logged" | "seen_end"), [_]):
@@ -148,6 +157,38 @@ def check_record(name: str, value: str) -> None:
 class _Failure:
     kind: str
     message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """Record of a sum that a joining node asks another one for (`motet.resilience.health.neighbours`)."""
+
+    neighbour: int
+    """Number of the other node."""
+    address: str
+    """HOST:PORT at which both meet."""
+    name: str
+    """Unique."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "TrialRequest":
+        return TrialRequest(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialOutcome:
+    failure: str | None
+    """What went wrong; None: the sum was right."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "TrialOutcome":
+        return TrialOutcome(**json.loads(text))
 
 
 def memberships_after(values: Values, generation: int) -> Iterator[Membership]:
@@ -242,6 +283,10 @@ class RunRecord:
     """How often all nodes have been restarted."""
     plan: str | None = None
     """JSON of the first plan."""
+    rank_device_bytes: int = 0
+    """Most memory of its accelerator that a rank of that plan is predicted to need; 0: unknown."""
+    rank_host_bytes: int = 0
+    """The same of its machine."""
 
     @property
     def resume(self) -> str | None:

@@ -18,7 +18,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -33,12 +32,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.config import RunConfig
 from motet.data.service.opening import open_producers
-from motet.devices import on_this_stream, synchronize
+from motet.devices import free_memory_bytes, has_own_memory, on_this_stream, synchronize
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.failure_log import Recovery, write_straggler
-from motet.resilience.health import why_unfit
+from motet.resilience.health.device import why_unfit
+from motet.resilience.health.free_memory import NO_NEEDS, MemoryNeeds, why_too_little
 from motet.resilience.interruptible_wait import release_in_background
+from motet.resilience.meeting_place import open_meeting_place
 from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
 from motet.resilience.memory_copies import KEPT_STEPS, Copies, exchange_copies, newest_whole
 from motet.resilience.process_control import AgentLink
@@ -99,18 +100,18 @@ class _Report:
     settled_steps: int = -1
     is_saving: bool = False
     is_writer: bool = False
-    """Whether it has written the metrics of all steps but the one in which it is."""
+    """Whether it has written the metrics of all steps before the present one."""
     gradients_are_complete: bool = False
     was_out: bool = False
-    """It had no part in a membership since then, so others may have gone on without it."""
+    """Whether it was left out of a membership since then, in which others may have continued without it."""
 
 
 class TrainingProcess:
-    """One training process. `node_size`: processes per node."""
+    """One training process. `node_size`: processes per node; `needs`: of one process."""
 
-    def __init__(self, config: RunConfig, link: AgentLink, node_size: int) -> None:
+    def __init__(self, config: RunConfig, link: AgentLink, node_size: int, needs: MemoryNeeds = NO_NEEDS) -> None:
         self._config, self._link = config, link
-        self._node_size = node_size
+        self._node_size, self._needs = node_size, needs
         assert config.train.failures is not None
         self._failures, self._output = config.train.failures, Path(config.train.output)
         self._step_timeout_s = config.train.step_timeout_s
@@ -135,7 +136,7 @@ class TrainingProcess:
 
     def _run(self) -> None:
         gc.freeze()  # Of what the parent had there is nothing to collect, and a recovery would wait for the search.
-        if (reason := why_unfit(self._device)) is not None:
+        if (reason := self._why_unfit()) is not None:
             self._link.send("hung", reason)
             time.sleep(RENDEZVOUS_S)  # The agent ends this node.
         self._link.send("ready")
@@ -164,6 +165,10 @@ class TrainingProcess:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
             self._link.leave(leave_world)
+
+    def _why_unfit(self) -> str | None:
+        free = free_memory_bytes(self._device) if has_own_memory(self._device) else None
+        return why_unfit(self._device) or why_too_little(self._needs, self._node_size, free)
 
     def _train_under(self, notice: MembershipNotice, started: float) -> None:
         """Recovers and trains under one membership, until something changes."""
@@ -253,13 +258,9 @@ class TrainingProcess:
 
     def _meeting_place(self, notice: MembershipNotice) -> dist.TCPStore:
         """Opens the store through which the ranks of a membership find each other, or connects to it. It is with rank
-        0: if that is lost, the membership is over. torch's stores know no secrets; it listens at one address alone."""
+        0: if that is lost, the membership is over."""
         if notice.rank == 0:
-            with socket.create_server((notice.host, 0)) as server:
-                port = server.getsockname()[1]
-                store = dist.TCPStore(
-                    notice.host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(server.fileno())
-                )
+            store, port = open_meeting_place(notice.host)
             self._link.send("opened", (notice.membership.generation, port))
         else:
             address = self._link.wait_for_meeting(RENDEZVOUS_S)

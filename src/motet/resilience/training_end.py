@@ -39,7 +39,8 @@ class TrainingEnd:
 
 
 def begin_training(store: Store, run: RunRecord, first: Membership | None) -> None:
-    """Writes the run into its store. `first`: if the nodes are known, which then have a while to come."""
+    """Writes the run into its store. `first`: the first membership, if its nodes are known; they count as alive until
+    they connect, for some seconds."""
     if first is not None:
         for node in first.nodes:
             store.register(node)

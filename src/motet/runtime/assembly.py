@@ -15,9 +15,8 @@ from motet.models.stages.codes import CodeStage
 from motet.models.stages.generator import GeneratorStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
-from motet.parallel.activations import HasBlocks, treat_activations
+from motet.parallel.activations import HasBlocks, compile_blocks, treat_activations
 from motet.parallel.adapters import add_adapters
-from motet.parallel.compiled import compile_blocks
 from motet.parallel.fused_kernels import check_fused_kernels, use_fused_kernels
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor.diffusion_cuts import diffusion_cuts

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from motet.cluster import available_cores
 from motet.devices import barrier
@@ -91,9 +91,9 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     """`worker(*args)` on every rank of one process group. Returns what it returns on rank 0 (elsewhere: None).
 
     Args:
-        worker, args: pickled, but on CPUs, where anything will do.
-        num_processes: to start; under torchrun, those that it started are taken.
-        timeout_s: of the process group.
+        worker, args: picklable, except on CPUs, where processes are forked.
+        num_processes: number of processes to start; not read under torchrun, which has started them.
+        timeout_s: timeout of the process group.
 
     Raises `UserError` if the worker did on some rank, `WorkerFailedError` for another failure, with the rank and its
     traceback, and `KeyboardInterrupt` if the user interrupted.
@@ -102,14 +102,27 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
         with _process_group(device, timeout_s):
             result = worker(*args)
         return result if int(os.environ["RANK"]) == 0 else None
+    ranks, size = range(num_processes), str(num_processes)
     with tempfile.TemporaryDirectory(prefix="motet-") as name, _signal_handlers_restored():
         folder = Path(name)
         (folder / "logs").mkdir()
         _silence_torchelastic()
+        _meet_on_loopback()
         try:
             with _FirstDeaths(folder) as deaths:
-                has_succeeded = _start_all(folder, worker, args, num_processes, device, timeout_s)
-            if not has_succeeded:
+                processes = start_processes(
+                    name="motet",
+                    entrypoint=_work,
+                    args=dict.fromkeys(ranks, (folder, worker, args, device, timeout_s)),
+                    envs={
+                        rank: {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                        for rank in ranks
+                    },
+                    logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+                    start_method="fork" if device == "cpu" else "spawn",
+                )
+                have_succeeded = _wait_for(processes)
+            if not have_succeeded:
                 raise _explain(folder, deaths)
         except SignalException as interruption:
             _show_cursor()
@@ -119,26 +132,16 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
         return pickle.loads((folder / "result").read_bytes())
 
 
-def _start_all(
-    folder: Path, worker: Worker, args: tuple[Any, ...], num_processes: int, device: Device, timeout_s: float
-) -> bool:
-    """Runs the worker on all ranks; whether all have succeeded. They meet through a file: no port is opened for it."""
+def _meet_on_loopback() -> None:
+    """Makes processes of one machine talk over loopback; they meet through a file, for which no port is opened."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    ranks, size = range(num_processes), str(num_processes)
-    processes = start_processes(
-        name="motet",
-        entrypoint=_work,
-        args=dict.fromkeys(ranks, (folder, worker, args, device, timeout_s)),
-        envs={
-            rank: {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            for rank in ranks
-        },
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        start_method="fork" if device == "cpu" else "spawn",
-    )
+
+
+def _wait_for(processes: PContext) -> bool:
+    """Waits until all processes have ended; whether all have succeeded. Ends the others when one fails."""
     end_signal = signal.SIGTERM
     try:
         ended = processes.wait(period=POLL_S)

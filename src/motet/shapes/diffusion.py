@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from motet.errors import UserError
-from motet.shapes.diffusion_transformers import Connection, connector_layer, guidance_told
+from motet.shapes.diffusion_transformers import Connection, check_out_channels, connector_layer, guidance_told
 from motet.shapes.module_shape import Attention, Config, LayerShape, Linear, ModuleWorkload
 
 UNET_DEFAULTS: Mapping[str, Any] = {
@@ -112,11 +112,7 @@ def _check(values: Mapping[str, Any]) -> None:
             raise UserError(f"values.{key}: is not known; see UNet2DConditionModel of diffusers")
         if value != FIXED[key]:
             raise UserError(f"values.{key}: is {value}, which is not supported; leave it out")
-    if values["out_channels"] != values["in_channels"]:
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            "channels of in_channels; give as many"
-        )
+    check_out_channels(values, values["in_channels"])
     if not isinstance(values["cross_attention_dim"], int):
         raise UserError("values.cross_attention_dim: one width of conditions is supported; give one number")
     if not isinstance(values.get("sample_size", UNET_NATIVE_SIDE), int):
@@ -243,7 +239,14 @@ def _unet(config: Config) -> ModuleWorkload:
             layers.append(_resized(channels, 0.25 ** (index - 1)))
     out = values["out_channels"]
     layers.append(LayerShape("head", out, (_convolution(channels, out),), other_parameters=2 * channels))
-    return _generator("UNet2DConditionModel", values, widths[0], out, layers)
+    return ModuleWorkload(
+        kind="generator",
+        family="UNet2DConditionModel",
+        config=values,
+        hidden_size=widths[0],
+        output_size=out,
+        layers=tuple(layers),
+    )
 
 
 def _unet_embed(channels_in: int, width: int, time_width: int) -> LayerShape:
@@ -253,14 +256,6 @@ def _unet_embed(channels_in: int, width: int, time_width: int) -> LayerShape:
 
 def _per_level(value: Any, num_levels: int) -> list[int]:
     return [value] * num_levels if isinstance(value, int) else list(value)
-
-
-def _generator(
-    family: str, values: Mapping[str, Any], width: int, out: int, layers: list[LayerShape]
-) -> ModuleWorkload:
-    return ModuleWorkload(
-        kind="generator", family=family, config=values, hidden_size=width, output_size=out, layers=tuple(layers)
-    )
 
 
 GENERATORS: Mapping[str, Callable[[Config], ModuleWorkload]] = {

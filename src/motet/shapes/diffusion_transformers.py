@@ -127,17 +127,22 @@ def guidance_told(values: Mapping[str, Any], connection: Connection) -> float | 
     return None
 
 
+def check_out_channels(values: Mapping[str, Any], wanted: int) -> None:
+    """Raises `UserError` unless the model's output has as many channels as what the loss compares it with."""
+    if values["out_channels"] not in (None, wanted):
+        raise UserError(
+            f"values.out_channels: is {values['out_channels']}, but the loss compares the output with latents of "
+            f"{values['in_channels']} channels (in_channels); give {wanted}"
+        )
+
+
 def transformer_workload(config: Config, connection: Connection) -> ModuleWorkload:
     """`config`: what stands in a config.json of diffusers. Raises `UserError` for values that cannot be trained."""
     kind = str(config["_class_name"])
     transformer = TRANSFORMERS[kind]
     values = {**transformer.defaults, **config}
     width = values["num_attention_heads"] * values["attention_head_dim"]
-    if kind not in PACKED and values["out_channels"] not in (None, values["in_channels"]):
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            "channels of in_channels; give as many"
-        )
+    check_out_channels(values, values["in_channels"] // (4 if kind == "QwenImageTransformer2DModel" else 1))
     transformer.check(values, width)
     size, pooled = transformer.condition_sizes(values)
     embed, blocks, head = transformer.layers(values, width)
@@ -203,6 +208,11 @@ def _output(values: Mapping[str, Any], width: int) -> Linear:
     return Linear(width, values["patch_size"] ** 2 * values["in_channels"], bias=True)
 
 
+def _timed_head(width: int, output: Linear) -> LayerShape:
+    """The time shifts and scales the last norm."""
+    return LayerShape("head", width, (_per_sequence(width, 2 * width), output), saved_vectors=1)
+
+
 Parts = tuple[LayerShape, list[LayerShape], LayerShape]
 
 
@@ -225,9 +235,8 @@ def _sd3(values: Mapping[str, Any], width: int) -> Parts:
         """The last one's conditions are read, but not changed."""
         return _joint_block(width, heads, head_dim, norms, changes_conditions=not is_last)
 
-    head = LayerShape("head", width, (_per_sequence(width, 2 * width), _output(values, width)), saved_vectors=1)
     number = values["num_layers"]
-    return embed, [block(i == number - 1) for i in range(number)], head
+    return embed, [block(i == number - 1) for i in range(number)], _timed_head(width, _output(values, width))
 
 
 def _joint_block(width: int, heads: int, head_dim: int, norms: int, *, changes_conditions: bool = True) -> LayerShape:
@@ -283,12 +292,8 @@ def _flux(values: Mapping[str, Any], width: int) -> Parts:
         saved_vectors=1,
         saved_vectors_for_weights=1,
     )
-    head = LayerShape("head", width, (_per_sequence(width, 2 * width), _packed_output(values, width)), saved_vectors=1)
+    head = _timed_head(width, Linear(width, values["in_channels"], bias=True))
     return embed, [double] * values["num_layers"] + [single] * values["num_single_layers"], head
-
-
-def _packed_output(values: Mapping[str, Any], width: int) -> Linear:
-    return Linear(width, values["in_channels"], bias=True)
 
 
 def _qwen_image(values: Mapping[str, Any], width: int) -> Parts:
@@ -305,13 +310,13 @@ def _qwen_image(values: Mapping[str, Any], width: int) -> Parts:
     )
     head_dim = values["attention_head_dim"]
     block = _joint_block(width, values["num_attention_heads"], head_dim, 4 * head_dim)
-    head = LayerShape("head", width, (_per_sequence(width, 2 * width), _packed_output(values, width)), saved_vectors=1)
+    head = _timed_head(width, Linear(width, values["in_channels"], bias=True))
     return embed, [block] * values["num_layers"], head
 
 
-def _pixart(values: Mapping[str, Any], width: int) -> Parts:
-    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
-    embed = LayerShape(
+def _captioned_embedding(values: Mapping[str, Any], width: int) -> LayerShape:
+    """Conditions enter by an MLP of two linears."""
+    return LayerShape(
         "embed",
         width,
         (
@@ -322,6 +327,10 @@ def _pixart(values: Mapping[str, Any], width: int) -> Parts:
             Linear(width, width, bias=True, rows="incoming"),
         ),
     )
+
+
+def _pixart(values: Mapping[str, Any], width: int) -> Parts:
+    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
     own = _column(width, width, values["attention_bias"])
     context = replace(own, rows="incoming")
     output = _row(width, width)
@@ -337,7 +346,7 @@ def _pixart(values: Mapping[str, Any], width: int) -> Parts:
         saved_vectors_for_weights=2,
     )
     head = LayerShape("head", width, (_output(values, width),), other_parameters=2 * width, saved_vectors=1)
-    return embed, [block] * values["num_layers"], head
+    return _captioned_embedding(values, width), [block] * values["num_layers"], head
 
 
 def _sana(values: Mapping[str, Any], width: int) -> Parts:
@@ -345,18 +354,6 @@ def _sana(values: Mapping[str, Any], width: int) -> Parts:
     heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
     crossing_heads, crossing_dim = values["num_cross_attention_heads"], values["cross_attention_head_dim"]
     crossed, inner = crossing_heads * crossing_dim, int(values["mlp_ratio"] * width)
-    embed = LayerShape(
-        "embed",
-        width,
-        (
-            _patches(values, width),
-            *_time(width),
-            _per_sequence(width, 6 * width),
-            Linear(values["caption_channels"], width, bias=True, rows="incoming"),
-            Linear(width, width, bias=True, rows="incoming"),
-        ),
-        other_parameters=width,
-    )
     own = Linear(width, width, bias=values["attention_bias"])
     context = Linear(width, crossed, bias=True, rows="incoming")
     block = LayerShape(
@@ -378,7 +375,7 @@ def _sana(values: Mapping[str, Any], width: int) -> Parts:
         gated=True,
     )
     head = LayerShape("head", width, (_output(values, width),), other_parameters=2 * width, saved_vectors=1)
-    return embed, [block] * values["num_layers"], head
+    return replace(_captioned_embedding(values, width), other_parameters=width), [block] * values["num_layers"], head
 
 
 def _check_width(values: Mapping[str, Any], key: str, width: int) -> None:
@@ -421,11 +418,6 @@ def _check_flux(values: Mapping[str, Any], width: int) -> None:
     _check_packed(values)
     if values["patch_size"] != 1:
         raise UserError(f"values.patch_size: is {values['patch_size']}, but latents are packed before; give 1")
-    if values["out_channels"] not in (None, values["in_channels"]):
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            "channels of in_channels; leave it out"
-        )
     if values["num_single_layers"] < 1:
         raise UserError(f"values.num_single_layers: is {values['num_single_layers']}; give at least 1")
 
@@ -434,11 +426,6 @@ def _check_qwen_image(values: Mapping[str, Any], width: int) -> None:
     _check_packed(values)
     if values["patch_size"] != 2 or values["out_channels"] is None:
         raise UserError("values.patch_size: latents are packed two by two; give 2, and out_channels")
-    if 4 * values["out_channels"] != values["in_channels"]:
-        raise UserError(
-            f"values.out_channels: is {values['out_channels']}, but the loss compares the {values['in_channels']} "
-            f"channels of in_channels, which are packed by four; give {values['in_channels'] // 4}"
-        )
     _check_left_out(values, "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
 

@@ -380,19 +380,20 @@ WITHOUT_INNER_FEATURES = ("whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision")
 transformers gives the normed features for the last of `hidden_states`."""
 
 
+def blocks_before_features(family: str, num_blocks: int, feature_layer: int) -> int:
+    """The number of blocks before an encoder's features with this index in transformers' `hidden_states` (0: the
+    embeddings), as LLaVA's `vision_feature_layer`. Raises `UserError` for one that the encoder does not have."""
+    if family in WITHOUT_INNER_FEATURES:
+        raise UserError(f"feature_layer: {family} has no features before its head; leave it out")
+    if not -num_blocks - 1 <= feature_layer <= num_blocks:
+        raise UserError(f"feature_layer: {feature_layer} is not within {-num_blocks - 1} to {num_blocks}")
+    return feature_layer if feature_layer >= 0 else feature_layer + num_blocks + 1
+
+
 def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:
     """The encoder whose output is the features before its head: blocks behind them, and the head, have parameters but
-    do not run.
-
-    `feature_layer`: an index into transformers' hidden states (0: the embeddings), as LLaVA's `vision_feature_layer`.
-    """
-    if encoder.family in WITHOUT_INNER_FEATURES:
-        raise UserError(f"feature_layer: {encoder.family} has no features before its head; leave it out")
-    num_running = feature_layer if feature_layer >= 0 else feature_layer + encoder.num_blocks + 1
-    if not 0 <= num_running <= encoder.num_blocks:
-        raise UserError(
-            f"feature_layer: {feature_layer} is not within {-encoder.num_blocks - 1} to {encoder.num_blocks}"
-        )
+    do not run. `feature_layer`: as of `blocks_before_features`."""
+    num_running = blocks_before_features(encoder.family, encoder.num_blocks, feature_layer)
     layers = tuple(
         LayerShape(layer.part, layer.hidden_size, other_parameters=layer.num_parameters, runs=False)
         if index > num_running and layer.part in ("block", "head")

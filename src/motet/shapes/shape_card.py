@@ -7,8 +7,6 @@ date. Nothing in a card is executed.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
@@ -20,9 +18,7 @@ from motet.errors import UserError
 from motet.plan import ModuleKind
 from motet.shapes.module_shape import Arrangement, LayerShape, ModuleWorkload
 from motet.strict_parsing import parse_strictly
-
-CACHE = "MOTET_CACHE"
-"""Environment variable: the folder for cards, instead of `motet` in XDG_CACHE_HOME or ~/.cache."""
+from motet.user_cache import cache_folder, write_cached
 
 Role = Literal["language_model", "encoder", "tower", "decoder"]
 
@@ -91,13 +87,6 @@ class ShapeCard:
         return json.dumps(asdict(self))
 
 
-def cache_folder(kind: str) -> Path:
-    """The folder in which motet keeps what it can make again."""
-    if folder := os.environ.get(CACHE):
-        return Path(folder) / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet" / kind
-
-
 def cards_folder() -> Path:
     return cache_folder("shapes")
 
@@ -112,16 +101,7 @@ def read_card(request: ShapeRequest) -> ShapeCard | None:
 
 
 def write_card(request: ShapeRequest, card: ShapeCard) -> None:
-    """Writes a card atomically, so that no process reads an incomplete one. Does nothing if the folder cannot be
-    written."""
-    folder = cards_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-            file.write(card.to_json())
-        os.replace(file.name, folder / f"{request.digest}.json")
-    except OSError:
-        return
+    write_cached(cards_folder() / f"{request.digest}.json", card.to_json())
 
 
 @cache

@@ -1,7 +1,7 @@
 """The Triton kernels against float64, forward and backward, on every kind of mask."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,9 +9,27 @@ import torch
 from masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
 from torch import Tensor
 
+from motet.attention.kernels.backends import TritonBackend
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
-from motet.attention.kernels.flash import flash_attention
 from motet.attention.masks.interval_mask import IntervalMask
+
+
+class FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask) -> Tensor:
+        out, saved = TritonBackend().forward((query, key, value), mask, query.shape[-1] ** -0.5)
+        ctx.save_for_backward(query, key, value, out, *saved)
+        ctx.mask = mask
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, log_sums = ctx.saved_tensors
+        scale = out.shape[-1] ** -0.5
+        return *TritonBackend().backward(d_out, tuple(inputs), out, (log_sums,), ctx.mask, scale), None
+
+
+flash_attention = FlashAttention.apply
 
 
 class Case(NamedTuple):

@@ -46,7 +46,7 @@ def check(
     on_device = device_mask([mask], query_blocks=blocks, key_blocks=blocks, block=size, device=DEVICE, max_tiles=2)
     ours = [tensor[:, :, tokens].contiguous().to(DEVICE) for tensor in (query, key, value)]
     scale = query.shape[-1] ** -0.5
-    out, saved = backend.forward(*ours, on_device, scale)
+    out, saved = backend.forward((*ours,), on_device, scale)
     gradients = backend.backward(d_out[:, :, tokens].to(DEVICE), (*ours,), out, saved, on_device, scale)
     for mine, other in zip((out, *gradients), (expected, *(leaf.grad for leaf in leaves)), strict=True):
         wanted = other.detach()[:, :, tokens]
@@ -83,7 +83,7 @@ def test_no_races() -> None:
     backend = TritonBackend()
 
     def run() -> list[Tensor]:
-        out, saved = backend.forward(query, key, value, on_device, 0.1)
+        out, saved = backend.forward((query, key, value), on_device, 0.1)
         return [out, *saved, *backend.backward(d_out, (query, key, value), out, saved, on_device, 0.1)]
 
     first = run()

@@ -7,6 +7,7 @@ from dense_masks import Sees, dense
 from drawn_documents import documents
 from hypothesis import given
 from hypothesis import strategies as st
+from masks import segments_from_spans
 from sampling import examples
 
 from motet.assignment.sample import Segment
@@ -24,7 +25,7 @@ from motet.attention.masks.tile_counts import (
     row_pairs,
     tile_counts,
 )
-from motet.attention.masks.token_layout import Document, layout_of_documents, segments_from_spans
+from motet.attention.masks.token_layout import Document, layout_of_documents
 
 T = 1000
 TEXT = (Segment(T),)

@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import examples
 
-from motet.assignment.sample import Sample, Segment
+from motet.assignment.sample import Segment
 from motet.attention.masks.interval_mask import MAX_CLASSES, IntervalMask, interval_mask
 from motet.attention.masks.rules import AttentionRule, mask_of, rule_of_family
-from motet.attention.masks.token_layout import (
-    Document,
-    layout_of_documents,
-    layout_of_items,
-    layout_of_samples,
-    segments_from_spans,
-)
+from motet.attention.masks.token_layout import Document, layout_of_documents
 from motet.errors import UserError
 
 KINDS: dict[str, tuple[AttentionRule, Sees]] = {
@@ -109,40 +103,7 @@ def test_each_family_has_its_rule() -> None:
     assert rule_of_family("gemma3_text", sliding_window=512) == AttentionRule(media="block_causal", window=512)
 
 
-def test_layouts_of_samples() -> None:
-    sample = Sample(
-        "a", {"llm": (Segment(3), Segment(2, "vision", 0)), "vision": (Segment(4, num_outputs=2), Segment(6))}
-    )
-    packed = layout_of_samples([sample, sample], "llm")
-    drawn = [Document(sample.layouts["llm"])] * 2
-    np.testing.assert_array_equal(mask_of(packed, AttentionRule()).dense(), dense(drawn, dense_masks.causal))
-
-
-def test_layouts_of_encoders() -> None:
-    """Two images, of 4 and 6 tokens; the second is perhaps three tiles."""
-    sample = Sample("a", {"vision": (Segment(4, num_outputs=2), Segment(6, item=1))})
-    full = AttentionRule(text="full")
-    assert mask_of(layout_of_items([sample], "vision"), full).dense().sum() == 4 * 4 + 6 * 6
-    tiles = layout_of_items([sample, sample], "vision", image_tokens=lambda segment: 2 if segment.item else 4)
-    assert mask_of(tiles, full).dense().sum() == 2 * (4 * 4 + 3 * 2 * 2)
-    with pytest.raises(
-        UserError, match=r"item 1 of 'vision' in sample 'a' has 6 tokens, .* no whole number of images of 4"
-    ):
-        layout_of_items([sample], "vision", image_tokens=lambda segment: 4)
-
-
 class TestWrongInput:
-    def test_segments_overlap(self) -> None:
-        with pytest.raises(
-            UserError, match=r"segment \[5, 9\) of 'vision' overlaps the one before it, which ends at 6"
-        ):
-            segments_from_spans(10, [(5, 9, "vision", 1), (2, 6, "vision", 0)])
-
-    @pytest.mark.parametrize("span", [(-1, 3), (3, 3), (8, 11)])
-    def test_segments_leave_the_sequence(self, span: tuple[int, int]) -> None:
-        with pytest.raises(UserError, match="does not lie in a sequence of 10 tokens"):
-            segments_from_spans(10, [(*span, "vision", 0)])
-
     def test_prefix_and_answers_too_long(self) -> None:
         with pytest.raises(UserError, match="document 0 has 10 tokens, but a prefix of 4 and answers of"):
             layout_of_documents([Document((Segment(10),), prefix=4, answers=(5, 2))])

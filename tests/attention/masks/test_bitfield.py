@@ -1,18 +1,12 @@
 """Words of 64 bits: what they say, and that lowering keeps it, sign bit included."""
 
-import dense_masks
 import numpy as np
 import pytest
-from dense_masks import dense
-from drawn_documents import documents
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import examples
 
-from motet.assignment.sample import Segment
-from motet.attention.masks.bitfield import NO_MODALITY, BitfieldMask, bitfield_mask, bitfield_of_layout, lower
-from motet.attention.masks.rules import AttentionRule, mask_of
-from motet.attention.masks.token_layout import Document, layout_of_documents
+from motet.attention.masks.bitfield import NO_MODALITY, BitfieldMask, bitfield_mask, lower
 from motet.errors import UserError
 
 CAUSAL = -(2**63)
@@ -67,22 +61,6 @@ def test_lowered_equals_the_definition(mask: BitfieldMask) -> None:
         np.testing.assert_array_equal(lowered[row].dense(), expected)
 
 
-@given(documents(), st.integers(0, 5))
-@examples(60)
-def test_words_of_a_layout_say_what_its_rules_say(drawn: list[Document], padding: int) -> None:
-    total = layout_of_documents(drawn).num_tokens + padding
-    layout = layout_of_documents(drawn, num_tokens=total)
-    for media, sees in (
-        ("own_item", dense_masks.media_see_their_item),
-        ("own_modality", dense_masks.media_see_their_modality),
-    ):
-        words = bitfield_of_layout(layout, media=media)  # type: ignore[arg-type]
-        expected = dense(drawn, sees, total)
-        np.testing.assert_array_equal(words.dense()[0], expected)
-        np.testing.assert_array_equal(lower(words)[0].dense(), expected)
-        np.testing.assert_array_equal(mask_of(layout, AttentionRule(media=media)).dense(), expected)  # type: ignore[arg-type]
-
-
 def test_the_test_is_on_the_keys_own_bit() -> None:
     """`q & k != 0` would let the image see the text, which has all bits."""
     mask = bitfield_mask(np.array([[0b11 + CAUSAL, 0b10]]), num_modalities=2)
@@ -93,15 +71,6 @@ def test_unknown_bits() -> None:
     words = np.array([[0b11 + CAUSAL, 0b10], [0b01, 0b101]])
     with pytest.raises(UserError, match=r"token 1 of sequence 1 has bit 2 .* 2 modalities, bits 0 to 1, .* bit 63"):
         bitfield_mask(words, num_modalities=2)
-
-
-def test_more_bits_than_a_word_has() -> None:
-    images = tuple(Segment(1, "vision", item) for item in range(63))
-    layout = layout_of_documents([Document((Segment(1), *images))])
-    assert bitfield_of_layout(layout, media="own_modality").modality.max() == 1
-    with pytest.raises(UserError, match="64 bits would be needed"):
-        bitfield_of_layout(layout, media="own_item")
-    assert bitfield_of_layout(layout_of_documents([Document(images)]), media="own_item").modality.max() == 62
 
 
 def test_more_classes_than_fit() -> None:

@@ -1,6 +1,7 @@
 """Tensors survive the journey in one buffer, whatever their type and shape; headers from strangers are checked."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import examples
 
-from motet.data.service.tensor_buffer import DTYPES, in_own_memory, in_shared_memory, pack, unpack, view_of_memory
+from motet.data.service.shared_segments import new_segment
+from motet.data.service.tensor_buffer import DTYPES, in_own_memory, pack, unpack, view_of_memory
 
 
 @st.composite
@@ -27,7 +29,12 @@ def features(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 @examples(100)
 @given(st.lists(features(), max_size=4), st.booleans())
 def test_what_was_packed_comes_out(samples: list[dict[str, torch.Tensor]], in_shared: bool) -> None:
-    buffer = pack(samples, in_shared_memory if in_shared else in_own_memory)
+    def in_segment(num_bytes: int) -> torch.Tensor:
+        segment = new_segment(max(1, num_bytes))
+        os.close(segment.descriptor)
+        return segment.data[:num_bytes]
+
+    buffer = pack(samples, in_segment if in_shared else in_own_memory)
     received = list(unpack(json.loads(json.dumps(buffer.header)), buffer.data))
     assert len(received) == len(samples)
     for sent, got in zip(samples, received, strict=True):

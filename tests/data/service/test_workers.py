@@ -1,21 +1,25 @@
 """Workers are killed at the worst moments, answers are of all sizes, and streams are left half read."""
 
+import gc
 import multiprocessing
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
 from motet.assignment.sample import Sample, Segment
 from motet.data.preparation import NUM_SAMPLES_KEPT
-from motet.data.service.tensor_buffer import TensorBuffer, in_shared_memory, unpack
+from motet.data.service.tensor_buffer import TensorBuffer, unpack
 from motet.data.service.tickets import Ticket
 from motet.data.service.workers import (
     LARGE_BYTES,
@@ -135,15 +139,48 @@ def test_of_a_broken_pool_nothing_is_left_where_signals_are_caught() -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_shared_memory_is_that_of_other_processes_too() -> None:
-    """torch has no public name for it (`share_memory_` copies)."""
-    shared = in_shared_memory(1000)
-    shared.zero_()
-    assert shared.is_shared()
-    child = multiprocessing.get_context("fork").Process(target=lambda: shared[10:].fill_(7))
-    child.start()
-    child.join()
-    assert shared.sum() == 990 * 7
+def test_a_worker_that_is_killed_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are handed over at a socket."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = set(multiprocessing.active_children())
+    with workers(1) as opened:
+        [worker] = set(multiprocessing.active_children()) - others
+        list(opened.answers(tickets(6)))
+        assert [*tmp_path.iterdir()] == []
+        worker.kill()
+        worker.join()
+        assert [*tmp_path.iterdir()] == []
+
+
+def segments_and_sockets() -> int:
+    """Number of descriptors of these that this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith(("/memfd:motet", "socket:"))
+    return found
+
+
+def test_descriptors_are_given_back() -> None:
+    """Of answers that were read, that nobody reads, and of workers that were killed."""
+    others = set(multiprocessing.active_children())
+    with workers(1) as opened:
+        list(opened.answers(tickets(6)))
+        before = segments_and_sockets()
+        for _ in range(3):
+            list(opened.answers(tickets(6)))
+            stream = opened.answers(tickets(6))
+            next(stream)
+            stream.close()  # type: ignore[attr-defined]
+        list(opened.answers(tickets(1)))  # What nobody waited for is done too.
+        wait_until(lambda: segments_and_sockets() <= before)
+        [worker] = set(multiprocessing.active_children()) - others
+        stream = opened.answers(tickets(6))
+        next(stream)
+        worker.kill()
+        assert len(list(stream)) == 5
+        gc.collect()
+        wait_until(lambda: segments_and_sockets() <= before)
 
 
 def test_workers_yield_to_training() -> None:

@@ -18,7 +18,6 @@ from motet.planner.entrain.planner import (
     device_seconds,
     entrain,
     iteration_s,
-    profiling_size,
     resharding,
 )
 from motet.planner.entrain.profiling_size import proportional_allocation
@@ -119,15 +118,6 @@ def test_unlike_groups_are_resharded():
     )
     times = {each.shapes["text"]: each.iteration_s for each in found}
     assert times == {Shape(1, 1, 1): 8 + 2 * 4, Shape(2, 1, 1): 6 + 2 * 4 + 3 * 10}
-
-
-def test_profiling_size_of_a_problem():
-    problem = small_problem(num_devices=8, frozen=())
-    found = profiling_size(problem, 1)
-    work = [device_seconds(problem, name) for name in problem.modules]
-    assert found.allocation == proportional_allocation(8, work)
-    same = replace(problem, samples=problem.samples[:1] * 4)
-    assert profiling_size(same, 1).num_samples == 1
 
 
 def test_mistakes_are_told():

@@ -17,7 +17,18 @@ from training import plan_of, run_config
 from waiting import wait_until
 
 from motet.addresses import Address
-from motet.resilience.membership import FAILURE, RUN, KeyKind, Membership, RunRecord, as_json, check_record, key
+from motet.resilience.membership import (
+    FAILURE,
+    RUN,
+    KeyKind,
+    Membership,
+    RunRecord,
+    TrialOutcome,
+    TrialRequest,
+    as_json,
+    check_record,
+    key,
+)
 from motet.resilience.store import channel as channel_module
 from motet.resilience.store import embedded
 from motet.resilience.store.channel import Channel, MalformedMessageError, UntrustedPeerError, open_channel
@@ -182,6 +193,9 @@ NO_RECORDS = {
     "a result that is none": ("result/1", "7"),
     "a node that is no number": ("node/x", ""),
     "a node of 5000 digits": ("node/" + "9" * 190, ""),
+    "a sum nowhere": ("trial/0", TrialRequest(neighbour=1, address="nowhere", name="x").to_json()),
+    "a sum of nothing": ("trial/0", "{}"),
+    "an outcome of text": ("tried/0", "fine"),
     "a key of its own": ("evil/1", ""),
     "too few numbers": ("done/1", ""),
 }
@@ -211,6 +225,8 @@ RECORDS = {
     key("result", 1): '{"losses": [1.5]}',
     key("logged", 1): "",
     key("seen_end", 3): "",
+    key("trial", 0): TrialRequest(neighbour=1, address="127.0.0.1:80", name="0af3").to_json(),
+    key("tried", 0): TrialOutcome(failure="no sum").to_json(),
     FAILURE: '{"kind": "mistake", "message": "x"}',
     RUN: RunRecord(config=as_json(run_config(Path())), plan=PLAN).to_json(),
 }
@@ -250,3 +266,19 @@ def test_a_message_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch)
         theirs.receive(30)
     here.close()
     there.close()
+
+
+def test_a_late_node_reads_more_than_one_message_holds(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 3000)
+    monkeypatch.setattr(embedded, "MAX_VALUE_BYTES", 2500)
+    monkeypatch.setattr(embedded, "MAX_SYNC_LENGTH", 400)
+    values = {f"membership/{number}": "\x01" * 60 for number in range(50)} | {"run": "\x01" * 410}
+    with EmbeddedStore(address, SECRET, 30) as early, EmbeddedStore(address, SECRET, 30) as late:
+        for name, value in values.items():
+            early.create(name, value)
+        late.sync()
+        assert late.values == values
+        with EmbeddedStore(address, SECRET, 30) as rogue, pytest.raises(StoreLostError):
+            rogue.create("result/1", "\x01" * 417)
+        early.sync()
+        assert early.values == late.values

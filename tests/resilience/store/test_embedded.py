@@ -2,6 +2,8 @@
 
 import pytest
 
+from motet.resilience.store import embedded
+from motet.resilience.store.channel import MalformedMessageError
 from motet.resilience.store.embedded import FIRST_SIGN_S, StoreContents
 
 
@@ -66,3 +68,16 @@ def test_a_store_that_was_held_up_itself_judges_nobody(contents: StoreContents) 
     assert sync(contents, 100.4)["alive/0"] == ""
     tick(contents, 101.0, since=100.4)
     assert sync(contents, 101.0)["alive/0"] is None
+
+
+def test_nodes_that_come_and_go_leave_room_for_those_who_train(
+    contents: StoreContents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "MAX_KEYS", 10)
+    for _ in range(3):
+        contents.answer({"op": "register", "node": None}, 0.0)
+    for request in ({"op": "register", "node": None}, {"op": "create", "key": "trial/0", "value": ""}):
+        with pytest.raises(MalformedMessageError, match="a request to join after 5 changes"):
+            contents.answer(request, 0.0)
+    for number in range(4):
+        contents.answer({"op": "create", "key": f"membership/{number}", "value": ""}, 0.0)

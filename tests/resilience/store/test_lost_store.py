@@ -50,8 +50,8 @@ def test_all_start_again_from_the_last_checkpoint(tmp_path: Path, how: str) -> N
     assert result["losses"] == pytest.approx(undisturbed()[2:], rel=1e-12)
     assert applied_ids(tmp_path).keys() == set(range(1, len(undisturbed()) + 1))
     lost, again = failures(config)
-    assert lost["done"].endswith("all nodes are started anew (restart 1 of 3)")
-    assert again["done"] == "all nodes were started anew, from the checkpoint of step 2"
+    assert lost["done"].endswith("all nodes are restarted (restart 1 of 3)")
+    assert again["done"] == "all nodes were restarted from the checkpoint of step 2"
 
 
 @pytest.mark.campaign

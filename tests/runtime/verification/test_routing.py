@@ -14,7 +14,7 @@ from torch import Tensor
 from motet.families.capabilities import FEATURES, SHOWN_EQUAL
 from motet.runtime.engine import Engine
 from motet.runtime.verification.comparison import Comparison
-from motet.runtime.verification.flips import Flips
+from motet.runtime.verification.routing import Flips
 
 MIXTURE = Scenario(llm="qwen3_moe", placement="shared", frozen="audio")
 LAYOUTS = {

@@ -24,12 +24,9 @@ from motet.errors import UserError
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
-    """Dense counterpart of `motet.attention.kernels.flash.flash_attention`."""
-    return masked_attention(query, key, value, mask.dense(), scale)
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
-    """`allowed` [B, Q, K]. Queries that see no key give 0 and zero gradients."""
+    """Output [B, heads, Q, dim]. `scale` of the scores: 1 / sqrt(dim) by default. Queries that see no key give 0 and
+    zero gradients."""
+    allowed = mask.dense()
     has_keys = allowed.any(-1)
     if allowed.shape[-1] == 0:
         return query * 0 + (key.sum() + value.sum()) * 0
@@ -66,8 +63,7 @@ def flex_mask(mask: DeviceMask) -> BlockMask:
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """FlexAttention counterpart of `motet.attention.kernels.flash.flash_attention`, for `flex_mask`. Compiled on
-    GPUs."""
+    """As `dense_attention`, by FlexAttention under a `flex_mask`. Compiled on GPUs."""
     is_grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
         return _compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
@@ -98,87 +94,58 @@ def _padded_rows(
 BackendName = Literal["auto", "triton", "flex", "dense"]
 
 
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+"""Tensors [B, heads, Q, dim], [B, key heads, K, dim] and [B, key heads, K, dim], or their gradients."""
 Saved = tuple[Tensor, ...]
 """Tensors that a forward saves for its backward beside inputs and output."""
 
 
 class Backend(Protocol):
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Saved]:
-        """Output [B, heads, Q, dim] of query [B, heads, Q, dim], key and value [B, key heads, K, dim]; no graph."""
+    def forward(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Saved]:
+        """Output [B, heads, Q, dim], without graph."""
 
     def backward(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        saved: Saved,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value."""
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, saved: Saved, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
+        """The gradients of the inputs."""
 
 
 class PartialBackend(Backend, Protocol):
     """Attention to a part of the keys, whose results are merged (ring attention). Log-sum-exps are of base 2,
     [B, heads, Q], and -inf where a query sees none of the keys."""
 
-    def forward_part(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward_part(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
         """The output over these keys alone, in float32 at least, and its log-sum-exps."""
 
     def backward_part(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sums: Tensor,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, log_sums: Tensor, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
         """The part of the gradients due to these keys. `out` and `log_sums`: over all keys."""
 
 
 class TritonBackend:
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Saved]:
         from motet.attention.kernels import flash
 
-        out, lse = flash.forward(query.contiguous(), key.contiguous(), value.contiguous(), mask, scale)
+        query, key, value = (tensor.contiguous() for tensor in inputs)
+        out, lse = flash.forward(query, key, value, mask, scale)
         return out, (lse,)
 
     def backward(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        saved: Saved,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, saved: Saved, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
         from motet.attention.kernels import flash
 
         query, key, value = (tensor.contiguous() for tensor in inputs)
         return flash.backward(d_out.contiguous(), query, key, value, out, saved[0], mask, scale)
 
-    def forward_part(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, (log_sums,) = self.forward(query, key, value, mask, scale)
+    def forward_part(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
+        out, (log_sums,) = self.forward(inputs, mask, scale)
         return out.float(), log_sums
 
     def backward_part(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sums: Tensor,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, log_sums: Tensor, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
         d_query, d_key, d_value = self.backward(d_out, inputs, out, (log_sums,), mask, scale)
         return d_query.float(), d_key.float(), d_value.float()
 
@@ -187,27 +154,19 @@ class _Recomputing(ABC):
     """Attention that torch differentiates: the backward runs it once more, with a graph."""
 
     @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
+    def attend(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> Tensor:
         """The output, with its graph."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Saved]:
         with torch.no_grad():
-            return self.attend(query, key, value, mask, scale), ()
+            return self.attend(inputs, mask, scale), ()
 
     def backward(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        saved: Saved,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, saved: Saved, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
         query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
         with torch.enable_grad():
-            again = self.attend(query, key, value, mask, scale)
+            again = self.attend((query, key, value), mask, scale)
         d_query, d_key, d_value = torch.autograd.grad(again, (query, key, value), d_out)
         return d_query, d_key, d_value
 
@@ -215,28 +174,20 @@ class _Recomputing(ABC):
 class DenseBackend(_Recomputing):
     """Limits: a matrix of queries x keys."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
-        return dense_attention(query, key, value, mask, scale)
+    def attend(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> Tensor:
+        return dense_attention(*inputs, mask, scale)
 
-    def forward_part(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores, _, wide_value = _scores(query, key, value, mask, scale)
+    def forward_part(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
+        scores, _, wide_value = _scores(inputs, mask, scale)
         log_sums = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - _finite(log_sums)[..., None])
         return weights @ wide_value, log_sums * LOG2_E
 
     def backward_part(
-        self,
-        d_out: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sums: Tensor,
-        mask: DeviceMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = inputs
-        scores, wide_key, wide_value = _scores(query, key, value, mask, scale)
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, log_sums: Tensor, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
+        query, key, _ = inputs
+        scores, wide_key, wide_value = _scores(inputs, mask, scale)
         weights = torch.exp(scores - _finite(log_sums / LOG2_E)[..., None])
         d_out, out = d_out.to(weights.dtype), out.to(weights.dtype)
         d_scores = weights * (d_out @ wide_value.mT - (d_out * out).sum(-1, keepdim=True)) * scale
@@ -250,8 +201,9 @@ class DenseBackend(_Recomputing):
 LOG2_E = math.log2(math.e)
 
 
-def _scores(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The scores [B, heads, Q, K], -inf where a key is not seen, and keys and values of every query's head."""
+    query, key, value = inputs
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     wide_key, wide_value = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (key, value))
@@ -271,11 +223,10 @@ class FlexBackend(_Recomputing):
         self._block_masks: dict[DeviceMask, Any] = {}
         """Cached block masks: layers, heads and passes of a microbatch share one."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
-
+    def attend(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> Tensor:
         if mask not in self._block_masks:
             self._block_masks[mask] = flex_mask(mask)
-        return flex(query, key, value, self._block_masks[mask], scale)
+        return flex(*inputs, self._block_masks[mask], scale)
 
 
 def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:

@@ -15,35 +15,11 @@ from motet.attention.kernels import triton_kernels as kernels
 from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, DeviceTasks
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
-    """[B, heads, Q, dim] from query [B, heads, Q, dim], key and value [B, key heads, K, dim].
-
-    `scale` of the scores: 1 / sqrt(dim) by default. Queries that see no key give 0 and zero gradients.
-    Raises `ValueError` for shapes that do not fit.
-    """
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    return _FlashAttention.apply(query, key, value, mask, scale)
-
-
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out, lse = forward(query, key, value, mask, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.mask, ctx.scale = mask, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        gradients = backward(d_outputs[0].contiguous(), query, key, value, out, lse, ctx.mask, ctx.scale)
-        return *gradients, None, None
-
-
 def forward(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp [B, heads, Q] of the scores in base 2. Contiguous inputs."""
+    """Output [B, heads, Q, dim], and log-sum-exp [B, heads, Q] of the scores in base 2. Queries that see no key give 0
+    and zero gradients. The inputs [B, heads, Q, dim], [B, key heads, K, dim] and [B, key heads, K, dim] are contiguous.
+
+    Raises `ValueError` for shapes that do not fit."""
     _check(query, key, value, mask)
     heads, tasks = query.shape[1], mask.query_tasks
     out = torch.empty_like(query)
@@ -106,16 +82,8 @@ def _key_value_gradient(
 
 def _add_partials(partial: Tensor, out: Tensor, tasks: DeviceTasks, sizes: dict[str, int]) -> None:
     grid = (len(tasks.split_blocks), out.shape[1])
-    _launch(
-        kernels.add_partials_kernel,
-        grid,
-        partial,
-        out,
-        tasks.split_blocks,
-        out.shape[2],
-        NUM_HEADS=out.shape[1],
-        **sizes,
-    )
+    sizes = {"NUM_HEADS": out.shape[1], **sizes}
+    _launch(kernels.add_partials_kernel, grid, partial, out, tasks.split_blocks, out.shape[2], **sizes)
 
 
 def _launch(kernel: Any, grid: tuple[int, int], *args: Any, **settings: Any) -> None:

@@ -16,13 +16,11 @@ callback may bring.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.attention.masks.interval_mask import MAX_CLASSES, Bool, IntervalMask, interval_mask
-from motet.attention.masks.token_layout import PADDING, TEXT, TokenLayout
 from motet.errors import UserError
 
 CAUSAL_BIT = 63
@@ -75,33 +73,6 @@ def bitfield_mask(words: NDArray, *, num_modalities: int = NUM_MODALITY_BITS) ->
         )
     lowest = np.bitwise_count((bits & -bits) - np.uint64(1)).astype(np.int8)
     return BitfieldMask(words, np.where(bits == 0, NO_MODALITY, lowest).astype(np.int8))
-
-
-def bitfield_of_layout(layout: TokenLayout, *, media: Literal["own_item", "own_modality"]) -> BitfieldMask:
-    """[1, T]: text sees what stands before it in its document; media see their own item, or all of their modality.
-
-    Raises `UserError` where more than 63 bits would be needed."""
-    keys: dict[tuple[int, int, int], int] = {}
-    of_document: dict[int, int] = {}
-    own = np.full(len(layout.start), NO_MODALITY)
-    for run, (document, modality, item) in enumerate(
-        zip(layout.document.tolist(), layout.modality.tolist(), layout.item.tolist(), strict=True)
-    ):
-        if modality != PADDING:
-            own[run] = keys.setdefault((document, modality, item if media == "own_item" else 0), len(keys))
-            of_document[document] = of_document.get(document, 0) | 1 << int(own[run])
-    if len(keys) > NUM_MODALITY_BITS:
-        raise UserError(
-            f"{len(keys)} bits would be needed to tell documents and media apart; a bitfield has {NUM_MODALITY_BITS}"
-        )
-    words = np.zeros(len(own), np.uint64)
-    for run, (document, modality) in enumerate(zip(layout.document.tolist(), layout.modality.tolist(), strict=True)):
-        if modality == TEXT:
-            words[run] = of_document[document] | int(_CAUSAL)
-        elif modality != PADDING:
-            words[run] = 1 << int(own[run])
-    lengths = layout.stop - layout.start
-    return BitfieldMask(np.repeat(words, lengths).view(np.int64)[None], np.repeat(own.astype(np.int8), lengths)[None])
 
 
 def lower(bitfield: BitfieldMask) -> tuple[IntervalMask, ...]:

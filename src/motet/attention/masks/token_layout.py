@@ -4,14 +4,14 @@ Masks depend on nothing else, so every rank derives them from the samples' metad
 a text segment, an image, a frame of a clip. There are thousands of runs where there are a million tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from motet.assignment.sample import Sample, Segment
+from motet.assignment.sample import Segment
 from motet.attention.masks.interval_mask import Bool
 from motet.errors import UserError
 
@@ -117,56 +117,6 @@ def _runs_of(
                 extent = (begin, end, begin + document.prefix, shared_stop, answer_start)
                 yield Run(start, stop, modality, item, number, *extent)
             position += length
-
-
-def layout_of_samples(samples: Sequence[Sample], module: str, *, num_tokens: int | None = None) -> TokenLayout:
-    """The sequences of a language model packed into one, a document for each sample; of one sample: its own."""
-    documents = [Document(tuple(sample.layouts.get(module, ()))) for sample in samples]
-    return layout_of_documents(documents, num_tokens=num_tokens)
-
-
-def layout_of_items(
-    samples: Sequence[Sample], module: str, *, image_tokens: Callable[[Segment], int] | None = None
-) -> TokenLayout:
-    """The sequences of an encoder, one after the other: each item is a document.
-
-    `image_tokens`: tokens of one image of an item, where an item is several that do not see one another (AnyRes' tiles,
-    the frames of Qwen2.5-VL). Raises `UserError` if an item is no whole number of them."""
-    documents: list[Document] = []
-    for sample in samples:
-        for segment in sample.layouts.get(module, ()):
-            each = segment.num_tokens if image_tokens is None else image_tokens(segment)
-            if segment.num_tokens and (each < 1 or segment.num_tokens % each):
-                raise UserError(
-                    f"item {segment.item} of {module!r} in sample {sample.id!r} has {segment.num_tokens} tokens, "
-                    f"which are no whole number of images of {each}"
-                )
-            documents += [Document((Segment(each),))] * (segment.num_tokens // max(1, each))
-    return layout_of_documents(documents)
-
-
-def segments_from_spans(num_tokens: int, spans: Iterable[tuple[int, int, str, int]]) -> tuple[Segment, ...]:
-    """Segments of a sequence in which media stand at the given (start, stop, source, item); the rest is text.
-
-    Raises `UserError` where spans overlap, are empty or leave the sequence."""
-    segments: list[Segment] = []
-    position = 0
-    for start, stop, source, item in sorted(spans):
-        if not 0 <= start < stop <= num_tokens:
-            raise UserError(
-                f"segment [{start}, {stop}) of {source!r} does not lie in a sequence of {num_tokens} tokens"
-            )
-        if start < position:
-            raise UserError(
-                f"segment [{start}, {stop}) of {source!r} overlaps the one before it, which ends at {position}"
-            )
-        if start > position:
-            segments.append(Segment(start - position))
-        segments.append(Segment(stop - start, source, item))
-        position = stop
-    if position < num_tokens:
-        segments.append(Segment(num_tokens - position))
-    return tuple(segments)
 
 
 def _run_lengths(segment: Segment) -> list[int]:

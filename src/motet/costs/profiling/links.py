@@ -32,7 +32,7 @@ def world_size() -> int:
 
 
 def start_together(device: torch.device) -> None:
-    """All ranks begin at the same time."""
+    """Waits for all ranks, so that they begin at the same time."""
     synchronize(device)
     if world_size() > 1:
         barrier()
@@ -47,7 +47,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def any_rank(value: bool) -> bool:
-    """The same decision on all ranks, so that they go through the same collectives."""
+    """Whether the value is true on any rank: one decision for all, so that they call the same collectives."""
     return value if world_size() == 1 else mean_over_ranks(float(value)) > 0
 
 

@@ -60,7 +60,7 @@ class Measurement:
     weight_gradient: bool
     """Whether its weights have a gradient."""
     input_gradient: bool
-    """A gradient leaves it for what lies before it."""
+    """Whether the gradient of its input is computed, for the layers before it."""
     forward_s: float
     backward_s: float = 0.0
 
@@ -223,14 +223,14 @@ ProfiledStageMaker = Callable[[str, LayerRange, int], StageModule]
 class ProfileOptions:
     microbatch_sizes: tuple[int, ...] = (1, 2, 4)
     num_microbatches: int = 6
-    """Different microbatches, of these sizes in turn."""
+    """Number of different microbatches, which have these sizes in turn."""
     warm_up: int = 1
     repetitions: int = 7
     max_seconds: float = 1.0
-    """After which one run of layers under one pattern of gradients has enough repetitions, if it has 3."""
+    """Time after which the repetitions of a run of layers under a pattern of gradients end, if there are at least 3."""
     tp_sizes: tuple[int, ...] = (1,)
     parameter_dtype: torch.dtype = torch.float32
-    """Also of what travels between stages."""
+    """Dtype of the parameters and of the tensors between stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class ProfiledModule:
     sources: Mapping[str, int] = field(default_factory=dict)
     """The modules whose outputs enter it, and the outputs' width."""
     entry_layers: tuple[int, ...] = (0,)
-    """Where they enter."""
+    """The layers at which they enter."""
 
 
 @dataclass(frozen=True)

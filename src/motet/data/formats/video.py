@@ -1,7 +1,7 @@
 """Videos in files, read by PyAV (the extra `video`), which is imported when the first one is opened. Imports no torch.
 
-A frame is named by a time: it is the one that a player shows then. So as many frames are found as are asked for,
-whatever the header says of their number, and variable frame rates need no care.
+A frame is named by a time: it is the one that a player shows at that time. So neither the number of frames that the
+header states nor variable frame rates matter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from motet.data.example import VideoSize
 from motet.errors import UserError
 
 SEEK_S = 2.0
-"""To a frame that is further ahead, seeking a key frame costs less than decoding what lies between."""
+"""Distance to a frame above which seeking a key frame costs less than decoding the frames in between."""
 
 TOLERANCE_S = 1e-3
 """Containers round times to milliseconds."""
 
 LAST_FRAME_S = 1.0
-"""For which the last frame stays at most: sounds may be longer than the pictures."""
+"""Longest time for which the last frame is shown: the sound may be longer than the pictures."""
 
 
 @dataclass(frozen=True)

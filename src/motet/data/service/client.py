@@ -22,8 +22,16 @@ from torch import Tensor
 from motet.assignment.sample import Sample
 from motet.data.service.server import DESCRIBE, Request
 from motet.data.service.tensor_buffer import unpack, view_of_memory
-from motet.data.service.tickets import METADATA, Corrupt, Split, Ticket, authorization, samples_from_json
-from motet.errors import UserError
+from motet.data.service.tickets import (
+    METADATA,
+    Corrupt,
+    Split,
+    Ticket,
+    authorization,
+    samples_from_json,
+    stop_at_corrupt,
+)
+from motet.errors import UserError, one_line
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
 """Time after which a failed server is asked again; it doubles with each failure."""
@@ -95,7 +103,7 @@ class Connection:
         except (UserError, flight.FlightError, pa.ArrowException, OSError):
             raise
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}")[:200]
             raise UserError(
                 f"data.servers: {self.address} sent what cannot be read ({reason}); start motet serve-data of this "
                 "version there"
@@ -204,9 +212,7 @@ class RemoteProducer:
 
         samples = self._servers.ask(Ticket(self._split, tuple(indices)), take)
         if not self.may_skip:
-            for sample in samples:
-                if isinstance(sample, Corrupt):
-                    raise UserError(sample.message)
+            stop_at_corrupt(samples)
         return samples
 
     def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:

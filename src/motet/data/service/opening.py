@@ -19,7 +19,7 @@ from motet.config import PreparedDataConfig, RunConfig
 from motet.data.run_file import data_to_prepare, open_data
 from motet.data.service.tickets import Producer, Split, data_facts, read_token
 from motet.data.service.workers import LocalProducer, Preparer, Workers
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.configured_graph import read_graph
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _agreed_facts(config: RunConfig, connections: "Sequence[Connection]", timeou
                     f"data.servers: {connection.address} refuses the token; give servers and training the same one"
                 ) from None
             except (flight.FlightError, ArrowException, OSError) as error:
-                reason = f"{connection.address}: {' '.join(str(error).split())[:160]}"
+                reason = f"{connection.address}: {one_line(error)[:160]}"
         if not seen and time.monotonic() > gives_up_s:
             raise UserError(
                 f"data.servers: none of {', '.join(c.address for c in connections)} answers ({reason}); "

@@ -68,11 +68,6 @@ def in_own_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def in_shared_memory(num_bytes: int) -> Tensor:
-    """Memory that another process can use without a copy."""
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
-
-
 def unpack(header: Header, data: Tensor) -> Iterator[dict[str, Tensor]]:
     """`data`: uint8 [bytes]. Raises `ValueError` if the header does not fit the data."""
     for entries in header:

@@ -206,6 +206,13 @@ class Producer(Protocol):
     def close(self) -> None: ...
 
 
+def stop_at_corrupt(samples: Sequence[Sample | Corrupt]) -> None:
+    """Raises `UserError` for the first sample that could not be prepared."""
+    for sample in samples:
+        if isinstance(sample, Corrupt):
+            raise UserError(sample.message)
+
+
 class InProcess:
     """Prepares samples in the calling thread."""
 

@@ -3,11 +3,10 @@
 The standard library's process pool is forked, so workers have the data sets as they were opened, without reading them
 again. Messages through the pool's pipe have at most `select.PIPE_BUF` bytes, which the kernel writes atomically: a
 worker that is killed in the middle of a longer message would block its reader forever. The answers themselves are in
-shared memory: small ones in slots that all workers have from the start, large tensors in memory of their own (torch's,
-which is freed with its last user).
+shared memory: small ones in slots that all workers have from the start, large tensors in segments of their own, which
+are freed with their last user (`motet.data.service.shared_segments`).
 
-Limits: a pool that loses one worker restarts all of them; torch's shared memory is /dev/shm, which containers often
-make small.
+Limits: a pool that loses one worker restarts all of them.
 """
 
 import mmap
@@ -15,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import traceback
 from collections import Counter, deque
@@ -29,16 +29,9 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample
 from motet.data.preparation import NUM_SAMPLES_KEPT, Dataset
-from motet.data.service.tensor_buffer import (
-    Allocate,
-    Header,
-    TensorBuffer,
-    in_own_memory,
-    in_shared_memory,
-    pack,
-    unpack,
-)
-from motet.data.service.tickets import Corrupt, Split, Ticket
+from motet.data.service.shared_segments import Segment, SegmentName, SegmentReceiver, new_segment, send_segment
+from motet.data.service.tensor_buffer import Allocate, Header, TensorBuffer, in_own_memory, pack, unpack
+from motet.data.service.tickets import Corrupt, Split, Ticket, stop_at_corrupt
 from motet.errors import UserError
 
 MAX_ATTEMPTS = 5
@@ -177,10 +170,15 @@ class _Pool:
         num_slots = SLOTS_PER_WORKER * num
         self._slots = mmap.mmap(-1, num_slots * SLOT_BYTES)
         self._free = deque(range(num_slots))
+        self._segments = SegmentReceiver()
         self.executor = ProcessPoolExecutor(
-            num, multiprocessing.get_context("fork"), initializer=_begin, initargs=(preparer, self._slots)
+            num,
+            multiprocessing.get_context("fork"),
+            initializer=_begin,
+            initargs=(preparer, self._slots, self._segments),
         )
         self.executor.submit(os.getpid)  # Forks now, while this process has few threads.
+        self._segments.begin()
 
     def take_slot(self) -> int | None:
         """Returns a free slot, or None if there is none."""
@@ -196,7 +194,7 @@ class _Pool:
     def read(self, note: "_Note", slot: int | None) -> Answer:
         """Reads what a worker has written and frees its slot. Raises `PreparationError`."""
         if note.shared is not None:
-            written = pickle.loads(note.shared.numpy().data)
+            written = pickle.loads(self._segments.take(note.shared).numpy().data)
         else:
             assert slot is not None
             first = slot * SLOT_BYTES
@@ -205,8 +203,15 @@ class _Pool:
         if isinstance(written, _Failed):
             raise PreparationError(f"{written.message}\n\n{written.traceback}")
         if isinstance(written, _Tensors):
-            return TensorBuffer(written.header, torch.from_numpy(written.data) if note.data is None else note.data)
+            data = torch.from_numpy(written.data) if note.data is None else self._segments.take(note.data)
+            return TensorBuffer(written.header, data)
         return written
+
+    def discard(self, note: "_Note") -> None:
+        """Frees the memory of an answer that nobody reads."""
+        for name in (note.shared, note.data):
+            if name is not None:
+                self._segments.take(name)
 
 
 @dataclass(frozen=True)
@@ -217,8 +222,10 @@ class _Begun:
     slot: int | None
     note: "Future[_Note]"
 
-    def give_back(self, _: "Future[_Note]") -> None:
+    def give_back(self, done: "Future[_Note]") -> None:
         self.pool.give_back(self.slot)
+        if not done.cancelled() and done.exception() is None:
+            self.pool.discard(done.result())
 
 
 @dataclass(frozen=True)
@@ -227,10 +234,10 @@ class _Note:
 
     num_bytes: int
     """Size of the pickled answer, without large tensors."""
-    shared: Tensor | None
-    """uint8 [bytes] that hold the answer; None: it is in the slot."""
-    data: Tensor | None
-    """uint8 [bytes] in shared memory, if the tensors are large."""
+    shared: SegmentName | None
+    """The segment that holds the answer; None: it is in the slot."""
+    data: SegmentName | None
+    """The segment of the tensors, if they are large."""
 
 
 @dataclass(frozen=True)
@@ -252,11 +259,12 @@ class _Failed:
 
 _preparer: Preparer | None = None
 _slots: mmap.mmap | None = None
+_sender: socket.socket | None = None
 
 
-def _begin(preparer: Preparer, slots: mmap.mmap) -> None:
-    global _preparer, _slots
-    _preparer, _slots = preparer, slots
+def _begin(preparer: Preparer, slots: mmap.mmap, segments: SegmentReceiver) -> None:
+    global _preparer, _slots, _sender
+    _preparer, _slots, _sender = preparer, slots, segments.sender()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles the terminal's interrupt.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ends a broken pool; the main process may have a handler.
     torch.set_num_threads(1)  # A pool of threads does not survive the fork.
@@ -271,29 +279,36 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _memory_for(num_bytes: int) -> Tensor:
-    return in_own_memory(num_bytes) if num_bytes < LARGE_BYTES else in_shared_memory(num_bytes)
-
-
 def _answer(ticket: Ticket, slot: int | None) -> _Note:
     assert _preparer is not None
     assert _slots is not None
+    assert _sender is not None
     written: object
+    segments: list[Segment] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        if num_bytes < LARGE_BYTES:
+            return in_own_memory(num_bytes)
+        segments.append(new_segment(num_bytes))
+        return segments[-1].data
+
     data = None
     try:
-        written = _preparer.answer(ticket, _memory_for)
+        written = _preparer.answer(ticket, allocate)
     except Exception as error:
         written = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        for segment in segments:
+            os.close(segment.descriptor)
     if isinstance(written, TensorBuffer):
-        data = written.data if written.data.nbytes >= LARGE_BYTES else None
+        data = send_segment(_sender, segments.pop()) if segments else None
         written = _Tensors(written.header, (in_own_memory(0) if data is not None else written.data).numpy())
     content = pickle.dumps(written)
     if slot is not None and len(content) <= SLOT_BYTES:
         _slots[slot * SLOT_BYTES : slot * SLOT_BYTES + len(content)] = content
         return _Note(len(content), None, data)
-    shared = in_shared_memory(len(content))
-    shared.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
-    return _Note(len(content), shared, data)
+    shared = new_segment(len(content))
+    shared.data.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+    return _Note(len(content), send_segment(_sender, shared), data)
 
 
 LARGEST_SHARE = 16
@@ -330,9 +345,7 @@ class LocalProducer:
         if self._num_samples <= NUM_SAMPLES_KEPT:
             self._known |= {index: sample for index, sample in found.items() if isinstance(sample, Sample)}
         if not self.may_skip:
-            for sample in samples:
-                if isinstance(sample, Corrupt):
-                    raise UserError(sample.message)
+            stop_at_corrupt(samples)
         return samples
 
     def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:

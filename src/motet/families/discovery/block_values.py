@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.discovery.language_model_parts import causal_paths
 from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
 
@@ -183,7 +183,7 @@ class _Trace:
         self._others: set[int] = set()
         self._alive: list[Any] = []
         self._behind: set[Any] | None = None
-        """When the last block has run: the sources of the hidden states, and of what was made of them."""
+        """After the last block has run: the sources of the hidden states, and of everything made from them."""
 
     def run_block(self, index: int, num_blocks: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ def _trace(model: Any, rows: int, columns: int) -> _Trace:
         with torch.enable_grad():
             run_model(base, rows, columns)
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        reason = f"{type(error).__name__}: {one_line(error)[:100]}"
         raise UserError(f"{type(model).__name__}: cannot be cut into stages ({reason}); use one stage") from None
     if list(trace.num_returned) != sorted(trace.num_returned) or not trace.num_returned:
         raise UserError(f"{type(model).__name__}: its blocks do not run one after the other; use one stage")

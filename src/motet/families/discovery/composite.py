@@ -17,13 +17,14 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from motet.config import PartConfig
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.classes import config_class_named
 from motet.families.config_values import check_values
 from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 from motet.families.hf_config import stored_folder
 from motet.families.language_models import is_tied
-from motet.plan import LANGUAGE_MODEL
+from motet.families.stored_weights import is_within
+from motet.plan import LANGUAGE_MODEL, Edge
 
 Modality = Literal["image", "video", "audio"]
 
@@ -68,14 +69,13 @@ class CompositeModule:
     def layer_of(self, parameter: str) -> int:
         """The layer to which a parameter of the whole model belongs. Raises `KeyError` if it is another module's."""
         for index, paths in enumerate(self.layers):
-            if any(parameter == path or parameter.startswith(f"{path}.") for path in paths):
+            if is_within(parameter, paths):
                 return index
         raise KeyError(parameter)
 
     def part_of(self, parameter: str) -> str:
         """`module` or `projector`."""
-        is_projector = any(parameter == path or parameter.startswith(f"{path}.") for path in self.projector)
-        return "projector" if is_projector else "module"
+        return "projector" if is_within(parameter, self.projector) else "module"
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,15 @@ class Composite:
     @property
     def encoders(self) -> dict[str, CompositeModule]:
         return {name: module for name, module in self.modules.items() if module.functions}
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every encoder enters the language model at its embedding, and perhaps between its first blocks."""
+        deep = self.entry_layers
+        return tuple(
+            Edge(source=name, target=LANGUAGE_MODEL, layers=deep if self.is_deep(name) else (0,))
+            for name in self.encoders
+        )
 
     @property
     def functions(self) -> tuple[FeatureFunction, ...]:
@@ -162,7 +171,7 @@ def read_composite_config(part: PartConfig) -> PretrainedConfig:
         raise UserError(f"model{'' if str(error).startswith('.') else '.config: '}{error}") from None
     except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
         key = "config" if part.config else "path" if part.path else "hub"
-        raise UserError(f"model.{key}: {' '.join(str(error).split())}") from None
+        raise UserError(f"model.{key}: {one_line(error)}") from None
 
 
 def composite_class_of(config: Any) -> Any:
@@ -244,12 +253,16 @@ def _encoder(
     members = [f"{blocks}.{key}" for key, _ in model.get_submodule(blocks).named_children()]
     embed, head, inside = [], [], []
     is_behind = False
+
+    def has_matrix(path: str) -> bool:
+        return any(parameter.dim() >= 2 for parameter in model.get_submodule(path).parameters())
+
     for path in _in_order(model, tower, blocks):
         if path == blocks:
             is_behind = True
         elif not is_behind:
             embed.append(path)
-        elif not beside and path.count(".") == tower.count(".") + 1 and _has_matrix(model, path):
+        elif not beside and path.count(".") == tower.count(".") + 1 and has_matrix(path):
             inside.append(path)
         else:
             head.append(path)
@@ -278,10 +291,6 @@ def _in_order(model: nn.Module, root: str, blocks: str) -> Iterator[str]:
             yield from _in_order(model, path, blocks)
         elif any(True for _ in child.parameters()):
             yield path
-
-
-def _has_matrix(model: nn.Module, path: str) -> bool:
-    return any(parameter.dim() >= 2 for parameter in model.get_submodule(path).parameters())
 
 
 def _check_complete(model: nn.Module, modules: Mapping[str, CompositeModule]) -> None:

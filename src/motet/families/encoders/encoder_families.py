@@ -38,7 +38,7 @@ from motet.families.encoders.own_encoders import (
     run_behind_blocks,
 )
 from motet.families.known_masks import masks_known
-from motet.shapes.module_shape import WITHOUT_INNER_FEATURES
+from motet.shapes.module_shape import blocks_before_features
 
 Grids = Sequence[tuple[int, ...]]
 BlockArguments = Callable[[int], dict[str, Any]]
@@ -144,21 +144,13 @@ def num_blocks(model: nn.Module) -> int:
 
 
 def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
-    """Returns the number of blocks before the features that are the output.
+    """Returns the number of blocks before the features that are the output. `feature_layer`: None: all blocks.
 
-    `feature_layer`: an index into transformers' `hidden_states` (0: the embeddings), as LLaVA's `vision_feature_layer`;
-    None: all blocks. Raises `ValueError` for one that the model does not have.
-    """
+    Raises `ValueError` for one that the model does not have."""
     total = num_blocks(model)
     if feature_layer is None:
         return total
-    running = feature_layer if feature_layer >= 0 else feature_layer + total + 1
-    config = encoder_config(model)
-    if config.model_type in WITHOUT_INNER_FEATURES:
-        raise UserError(f"encoder: {type(model).__name__} has no features before its head; leave feature_layer out")
-    if not 0 <= running <= total:
-        raise UserError(f"encoder: feature_layer {feature_layer} is not within -{total + 1} to {total}")
-    return running
+    return blocks_before_features(encoder_config(model).model_type, total, feature_layer)
 
 
 def _by_shape(embed: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Sequence[Tensor], Grids], Tensor]:

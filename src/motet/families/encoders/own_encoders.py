@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.encoders.own_blocks import OwnBlocks, find_own_blocks
 from motet.families.encoders.token_counts import TokenCounts, register_counter
 from motet.families.entry_points import loaded
@@ -157,13 +157,13 @@ def adopt(module: nn.Module) -> OwnConfig | None:
 
 
 def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
-    """The module that a run file names: `package.module:class or function`, called with `values`. `key`: the run
-    file's, for messages."""
+    """The module that a run file names: `package.module:class or function`, called with `values`. `key`: its
+    key in the run file, for messages."""
     maker = _maker(source, key)
     try:
         module = maker(**values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}.values: {source} cannot be made from them ({' '.join(str(error).split())})") from None
+        raise UserError(f"{key}.values: {source} cannot be made from them ({one_line(error)})") from None
     if not isinstance(module, nn.Module):
         raise UserError(
             f"{key}.module: {source} makes a {type(module).__name__}, which is not a torch module; give another"
@@ -235,8 +235,7 @@ def _run_on_meta(module: nn.Module, shape: Shape) -> Tensor:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
         raise UserError(
-            f"encoder: {type(module).__name__} cannot take an item of shape {list(shape)} "
-            f"({' '.join(str(error).split())[:160]})"
+            f"encoder: {type(module).__name__} cannot take an item of shape {list(shape)} ({one_line(error)[:160]})"
         ) from None
 
 

@@ -1,6 +1,5 @@
 """The shapes of the parts of a model of several modalities, read from its modules on the meta device."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -9,12 +8,8 @@ from torch import nn
 
 from motet.config import PartConfig
 from motet.families.classes import model_on_meta
-from motet.families.discovery.composite import (
-    Composite,
-    composite_class_of,
-    find_parts,
-    read_composite_config,
-)
+from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
+from motet.families.stored_weights import is_within
 from motet.parallel.tensor.tensor_cuts import tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part, Rows
 
@@ -91,7 +86,8 @@ def _layer(model: nn.Module, paths: tuple[str, ...], part: Part, width: int, att
     linears: list[Linear] = []
     vocabulary = 0
     rows: Rows = "outputs" if part in ("projector", "head") else "tokens"
-    for module in (inner for path in paths for inner in _modules(model, path)):
+    modules = dict(model.named_modules())
+    for module in (inner for path in paths if path in modules for inner in modules[path].modules()):
         if isinstance(module, nn.Linear):
             linears.append(Linear(module.in_features, module.out_features, module.bias is not None, rows=rows))
         elif isinstance(module, nn.Embedding) and part == "embed" and module.embedding_dim == width:
@@ -99,7 +95,7 @@ def _layer(model: nn.Module, paths: tuple[str, ...], part: Part, width: int, att
     num_parameters = sum(
         parameter.numel()
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if any(name == path or name.startswith(f"{path}.") for path in paths)
+        if is_within(name, paths)
     )
     known = sum(linear.num_parameters for linear in linears) + vocabulary * width
     return LayerShape(
@@ -112,9 +108,3 @@ def _layer(model: nn.Module, paths: tuple[str, ...], part: Part, width: int, att
         saved_vectors=2 if part == "block" else 0,
         gated=part == "block" and len(linears) in (6, 7),
     )
-
-
-def _modules(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    modules = dict(model.named_modules())
-    if path in modules:
-        yield from modules[path].modules()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, default_dtype, model_class_of
 from motet.families.config_values import check_values
 from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
@@ -78,7 +78,7 @@ def walk(request: ShapeRequest) -> ShapeCard:
         except UserError as error:
             raise UserError(f": {error}") from None
         except UNBUILDABLE as error:
-            reasons.append(" ".join(str(error).split())[:200])
+            reasons.append(one_line(error)[:200])
     raise UserError(f": {config.model_type} does not run ({reasons[0]}); change its configuration")
 
 
@@ -106,7 +106,7 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
         where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
         raise UserError(f"{where}{message}") from None
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{'.values' if values else ''}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{'.values' if values else ''}: {one_line(error)}") from None
     family = config.model_type
     is_known = any(family in MODEL_CLASSES[kind] for kind in ("encoder", "language_model"))
     is_encoder = family in MODEL_CLASSES["encoder"] or not (is_known or type(config) in CAUSAL)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.models.hub.weights import RenamedTensors, save_tensors
 from motet.parallel.adapters import ADAPTER, Adapters
 
@@ -100,7 +100,7 @@ def load_adapters(model: Any, folder: Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())}); export it again") from None
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export it again") from None
 
 
 def _skeleton(model_class: Any, part: AdaptedPart) -> dict[str, nn.Module]:

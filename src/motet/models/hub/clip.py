@@ -52,8 +52,9 @@ def to_transformers(model: ContrastiveModule) -> Any:
 
     Raises `UserError` for towers that no such class has."""
     image, text, (model_class, config_class) = _architecture(model)
+    sizes = {"projection_dim": model.width} if model_class is CLIPModel else {}
     config = config_class(
-        vision_config=image.module.config.to_dict(), text_config=text.module.config.to_dict(), **_sizes(model)
+        vision_config=image.module.config.to_dict(), text_config=text.module.config.to_dict(), **sizes
     )
     made = model_class(config).to(model.loss.logit_scale.dtype)
     tensors: dict[str, Tensor] = {"logit_scale": model.loss.logit_scale}
@@ -87,20 +88,13 @@ def _architecture(model: ContrastiveModule) -> tuple[ModalityModule, ModalityMod
         if by_family.keys() != {image, text} or len(towers) != 2 or model.loss.kind != kind or model.reads:
             continue
         wants_projections = classes[0] is CLIPModel
-        if all(_is_matrix(tower.projector) if wants_projections else tower.projector is None for tower in towers):
+        has_matrices = all(isinstance(t.projector, nn.Linear) and t.projector.bias is None for t in towers)
+        if has_matrices if wants_projections else all(tower.projector is None for tower in towers):
             return by_family[image], by_family[text], classes
     raise UserError(
         f"export: transformers has no model of {', '.join(by_family)} with {model.loss.kind} loss and these "
         "projectors; its parts can be saved one by one"
     )
-
-
-def _is_matrix(projector: nn.Module | None) -> bool:
-    return isinstance(projector, nn.Linear) and projector.bias is None
-
-
-def _sizes(model: ContrastiveModule) -> dict[str, Any]:
-    return {"projection_dim": model.width} if model.loss.kind == "softmax" else {}
 
 
 def _scalar(parameter: Tensor) -> nn.Parameter:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.diffusion_models import diffusion_class
 from motet.models.hub.export import read_manifest
 from motet.models.hub.generation import BATCH_SIZE, Prompt, prompt_embeddings
@@ -76,7 +76,7 @@ def load_generator(folder: str | Path, name: str) -> ExportedGenerator:
         scheduler_class = diffusion_class(entry["scheduler_class"])
         scheduler = scheduler_class.from_pretrained(folder / f"{name}_scheduler")  # It has no weights.
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder}: {name} cannot be loaded ({' '.join(str(error).split())}); export again") from None
+        raise UserError(f"{folder}: {name} cannot be loaded ({one_line(error)}); export again") from None
     return ExportedGenerator(model.eval(), scheduler, connector, queries, entry["placeholder_token_id"], autoencoder)
 
 

@@ -39,7 +39,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from motet.attention.masks.rules import rule_of_family
 from motet.config import ModelConfig
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.classes import Kind, model_class_of
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES
 from motet.families.encoders.own_encoders import OwnConfig
@@ -463,7 +463,7 @@ def _load_own_module(folder: Path, name: str, given: Mapping[str, nn.Module]) ->
     try:
         given[name].load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)})") from None
     return given[name]
 
 
@@ -488,7 +488,7 @@ def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: is missing; export the model again") from None
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())}); export it again") from None
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export it again") from None
     if info["missing_keys"]:
         raise UserError(f"{folder}: has no tensor {sorted(info['missing_keys'])[0]}; export the model again")
     return model
@@ -547,7 +547,7 @@ def _load_projector(folder: Path, encoder: str, projectors: Mapping[str, nn.Modu
     except FileNotFoundError:
         raise UserError(f"{folder}: config.json or model.safetensors is missing; export the model again") from None
     except (SafetensorError, RuntimeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())}); export it again") from None
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export it again") from None
     return projector
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from motet.errors import UserError
-from motet.families.stored_weights import stored_buffers, weights_of
-from motet.families.weight_conversion import StoredForm
+from motet.families.stored_weights import StoredForm, stored_buffers, weights_of
 
 MAX_SHARD_SIZE = "5GB"
 CHECKPOINT_PREFIX = "model/"

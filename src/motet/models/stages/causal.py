@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from motet.families.known_masks import masks_known
 from motet.families.language_models import is_tied, next_labels
 from motet.families.rotary import SequenceRotary
 from motet.families.stored_weights import stored_buffers
-from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageBase
 from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
 from motet.plan import LayerRange
@@ -44,6 +44,11 @@ class SequenceLayout:
     def shape(self) -> tuple[int, int]:
         return (1, sum(self.lengths)) if self.packed else (len(self.lengths), max(self.lengths))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a token stands everywhere."""
+        return self.packed or min(self.lengths) == max(self.lengths)
+
     def starts(self) -> list[int]:
         """Index of each sample's first token in the flattened [rows * columns]."""
         if not self.packed:
@@ -52,6 +57,8 @@ class SequenceLayout:
 
     def places(self) -> Tensor:
         """Index of every token in the flattened [rows * columns], sample after sample."""
+        if self.is_full:
+            return torch.arange(sum(self.lengths))
         runs = zip(self.starts(), self.lengths, strict=True)
         return torch.cat([torch.arange(start, start + length) for start, length in runs])
 
@@ -63,7 +70,7 @@ class SequenceLayout:
 
     def attention_mask(self) -> Tensor | None:
         """[rows, columns], 1 where a token stands; None if one stands everywhere."""
-        if self.packed or min(self.lengths) == max(self.lengths):
+        if self.is_full:
             return None
         return (torch.arange(self.shape[1])[None] < torch.tensor(self.lengths)[:, None]).long()
 
@@ -124,7 +131,7 @@ class RowObserver(Protocol):
         none does, and the token's place in it."""
 
 
-class CausalStage(nn.Module):
+class CausalStage(StageBase):
     """Layers [first, last) of a causal model. Takes over `model`: layers of other stages lose their weights."""
 
     features_on_host = True
@@ -154,19 +161,9 @@ class CausalStage(nn.Module):
             self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
 
     @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        return next(self.parameters()).device
-
-    @property
     def running_blocks(self) -> dict[int, nn.Module]:
         """The stage's blocks, by their numbers in the whole model."""
         return {index: self.module.get_submodule(f"{self.paths.blocks}.{index}") for index in self.own_blocks}
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module)
-        return self
 
     def canonical_name(self, local_name: str) -> str:
         """The parameter's name in the whole module; of a tied head, the embedding's."""
@@ -191,9 +188,6 @@ class CausalStage(nn.Module):
         for name, buffer in stored_buffers(self).items():
             if name.startswith(blocks):
                 yield name, buffer
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""
 
     def width(self, layer: int) -> int:
         """Returns the width of a layer's input: hidden states, and what else blocks read."""

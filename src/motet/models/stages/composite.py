@@ -31,7 +31,7 @@ from motet.models.stages.causal import (
     merge,
     token_ids,
 )
-from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageBase, StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import StandIn
 from motet.plan import LayerRange
 
@@ -55,7 +55,7 @@ class _AtText(Exception):
         self.embedded = embedded
 
 
-class CompositeEncoderStage(nn.Module):
+class CompositeEncoderStage(StageBase):
     """An encoder of a model of several modalities, with its projector.
 
     Takes over `model`: what belongs to other modules loses its weights.
@@ -86,11 +86,6 @@ class CompositeEncoderStage(nn.Module):
         return self
 
     @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        return next(self.parameters()).device
-
-    @property
     def running_blocks(self) -> dict[int, nn.Module]:
         """All of its blocks, by number."""
         return dict(enumerate(self.module.get_submodule(self.part.blocks).children()))
@@ -101,9 +96,6 @@ class CompositeEncoderStage(nn.Module):
 
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         return (self.part.layer_of(local_name.removeprefix("module.")),)
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
         raise AssertionError(f"{self.name} is one stage")

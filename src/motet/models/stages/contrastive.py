@@ -36,7 +36,7 @@ from motet.assignment.sample import Sample
 from motet.config.model_section import INITIAL_LOGIT_SCALE
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.models.stages.stage import StageInput, StageOutput
+from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.parallel.context.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.ragged_arrays import Ints
@@ -230,7 +230,7 @@ class ContrastiveLoss(nn.Module):
             self.logit_bias = nn.Parameter(torch.tensor(SIGLIP_BIAS if logit_bias is None else logit_bias))
 
 
-class ContrastiveStage(nn.Module):
+class ContrastiveStage(StageBase):
     """The contrastive loss as a stage: the only layer of the module "contrastive".
 
     Args:
@@ -257,9 +257,6 @@ class ContrastiveStage(nn.Module):
     def enable_context_parallel(self, cp: ContextParallel) -> None:
         """The group that shares the rows."""
         self._cp = cp
-
-    def canonical_name(self, local_name: str) -> str:
-        return local_name
 
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         return (0,)

@@ -38,7 +38,7 @@ from motet.families.encoders.encoder_families import (
 from motet.families.encoders.own_encoders import emptied, encoder_config, own_config
 from motet.families.encoders.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
-from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.models.stages.stand_ins import StandIn
 from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.context.context_sequence import (
@@ -70,7 +70,7 @@ def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
     return tuple(part for part in parts if part in present)
 
 
-class EncoderStage(nn.Module):
+class EncoderStage(StageBase):
     """Layers [first, last) of an encoder and its projector.
 
     Takes over `modality_module.module`: parts of other layers are replaced by pass-throughs, the rest stays as it is.
@@ -155,7 +155,7 @@ class EncoderStage(nn.Module):
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
-        context = self._shared(samples, next(self.parameters()).device)
+        context = self._shared(samples, self.device)
         context.prepare(((None, None),))
         return context
 
@@ -176,17 +176,8 @@ class EncoderStage(nn.Module):
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
         return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
 
-    def train(self, mode: bool = True) -> "EncoderStage":
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module, self.projector)
-        return self
-
     def holds(self, layer: int) -> bool:
         return self.layers[0] <= layer < self.layers[1]
-
-    def canonical_name(self, local_name: str) -> str:
-        """The parameter's name in the whole `ModalityModule`: `module.<path in the model>` or `projector.<path>`."""
-        return local_name
 
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         """The layer that the parameter belongs to."""
@@ -197,9 +188,6 @@ class EncoderStage(nn.Module):
             if any(not part or path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
                 return (layer,)
         raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
         """Returns the shape of `hidden`, from metadata alone; not for the first stage."""
@@ -216,7 +204,8 @@ class EncoderStage(nn.Module):
         """
         assert not inputs.incoming, f"{self.name} is an encoder, but {', '.join(inputs.incoming)} was sent to it"
         samples, hidden = inputs.samples, inputs.hidden
-        features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
+        preprocess = self._preprocess or dict
+        features = [preprocess(dict(sample)) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
             tensors = self._raw_features(features, samples)
             hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
@@ -235,9 +224,6 @@ class EncoderStage(nn.Module):
             # All ranks compute it alike, and the group adds up their gradients.
             output = scale_gradient(output, 1 / self._context.size)
         return StageOutput(output)
-
-    def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return features if self._preprocess is None else self._preprocess(dict(features))
 
     def _raw_features(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> list[Tensor]:
         key = self.family.feature

@@ -17,7 +17,7 @@ Limits: no context parallelism; a U-Net is one stage.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from motet.errors import UserError
 from motet.families.diffusion_models import DIFFUSION_FAMILIES, DiffusionFamily, Given, Streams, WholeModel
 from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
 from motet.models.stages.projector import PROJECTORS, initialize_projector
-from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.plan import LayerRange
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -126,7 +126,7 @@ class Item(NamedTuple):
         return self.segment.grid, self.num_conditions
 
 
-class GeneratorStage(nn.Module):
+class GeneratorStage(StageBase):
     """Layers [first, last) of a generator. Takes over `model`: its other layers are dropped.
 
     Args:
@@ -213,15 +213,6 @@ class GeneratorStage(nn.Module):
             if path not in kept and not self.holds(layer):
                 setattr(self.module, path, nn.Identity() if isinstance(part, nn.Module) else None)
 
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module, self.projector)
-        return self
-
-    def canonical_name(self, local_name: str) -> str:
-        """`module.<path in diffusers' model>` or `projector.<path in the connector>`."""
-        return local_name
-
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         where, _, path = local_name.partition(".")
         if where == "projector":
@@ -232,9 +223,6 @@ class GeneratorStage(nn.Module):
         if part in self._family.blocks:
             return (self._block_layers[f"{part}.{rest.partition('.')[0]}"],)
         return (1,) if part in self._family.embed_parts else (self._head_layer,)
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""
 
     def incoming_size(self, source: str) -> int:
         return self._incoming_size

@@ -35,8 +35,7 @@ from motet.models.stages.causal import (
     places_of_outputs,
     token_ids,
 )
-from motet.models.stages.expert_counts import ExpertCounts
-from motet.models.stages.router_loss import RouterLoss, find_routers
+from motet.models.stages.routers import ExpertCounts, RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.context.context_sequence import (
@@ -200,7 +199,7 @@ class LanguageModelStage(CausalStage):
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
-        context = self._share(samples, next(self.parameters()).device)
+        context = self._share(samples, self.device)
         context.prepare(self._reaches)
         return context
 
@@ -265,15 +264,17 @@ class LanguageModelStage(CausalStage):
     def _run(
         self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        device = self.device
-        positions = sequences.position_ids()
+        device = self.device if inputs.hidden is None else inputs.hidden.device
+        positions = None
         options: dict[str, Any]
         if context is None:
             mask = sequences.attention_mask()
             options = {"attention_mask": None if mask is None else to_device(mask, device)}
             if self.packing:  # Else the model's own, which need not begin at 0 (RoBERTa).
+                positions = sequences.position_ids()
                 options["position_ids"] = to_device(positions, device)
         else:
+            positions = sequences.position_ids()
             options = {"context": context, "position_ids": to_device(positions[:, context.host_tokens], device)}
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
@@ -285,24 +286,26 @@ class LanguageModelStage(CausalStage):
         if self._takes_share and self._handover is not None:
             self._handover.whole_length = self._rows_and_columns(inputs.samples)[1]
         made = self.run_layers(
-            self._token_ids(inputs, sequences, context),
+            self._token_ids(inputs, sequences, context, device),
             inputs.hidden,
             enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
             rows=rows,
             lengths=lengths if context is None else lengths[:, context.host_tokens],
-            packed_positions=positions if self.packing and own_attention is None else None,
+            packed_positions=positions if own_attention is None else None,
             options=options,
         )
         assert own_attention is None or own_attention.num_calls - num_calls == len(self.own_blocks)
         return made
 
-    def _token_ids(self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+    def _token_ids(
+        self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, device: torch.device
+    ) -> Tensor:
         if inputs.hidden is not None:
-            return torch.zeros(self._rows_and_columns(inputs.samples), dtype=torch.long, device=inputs.hidden.device)
+            return torch.zeros(self._rows_and_columns(inputs.samples), dtype=torch.long, device=device)
         if context is None:
-            return to_device(token_ids(inputs.features, sequences), self.device)
+            return to_device(token_ids(inputs.features, sequences), device)
         own = torch.cat([f["input_ids"] for f in inputs.features])[context.host_tokens][None]
-        return to_device(own, self.device)
+        return to_device(own, device)
 
     def _labelled(
         self,
@@ -316,8 +319,9 @@ class LanguageModelStage(CausalStage):
         if context is not None:
             labels = labels[context.host_tokens].masked_fill(~context.host_held, IGNORED_LABEL)
             places = torch.arange(len(labels))
-        rows, labels = labelled(labels, places)
-        return to_device(rows, self.device), to_device(labels, self.device)
+        device = self.device
+        rows, labels = (to_device(found, device) for found in labelled(labels, places))
+        return rows, labels
 
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
-from motet.models.stages.stage import StageInput, StageOutput
+from motet.models.stages.stage import StageBase, StageInput, StageOutput
 
 INITIAL_STD = 0.02
 """As that of the embeddings of most language models."""
@@ -30,7 +30,7 @@ class QueryTokens(nn.Module):
         return self.weight.repeat(num_items, 1)
 
 
-class QueryStage(nn.Module):
+class QueryStage(StageBase):
     """The only layer of the module `name`."""
 
     needs_features = False
@@ -49,11 +49,5 @@ class QueryStage(nn.Module):
     def output_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         return sum(sample.num_outputs(self.name) for sample in samples), self.output_size
 
-    def canonical_name(self, local_name: str) -> str:
-        return local_name
-
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         return (0,)
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
@@ -78,6 +79,27 @@ class StageModule(Protocol):
         """Called when an optimizer has stepped: brings parameters back within their limits."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class StageBase(nn.Module):
+    """The methods that are alike in most stages, whose children are the module and perhaps its projector."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        keep_frozen_in_eval_mode(*self.children())
+        return self
+
+    def canonical_name(self, local_name: str) -> str:
+        """As in the whole module."""
+        return local_name
+
+    def after_update(self) -> None:
+        """No parameter has a limit."""
 
 
 def keep_frozen_in_eval_mode(*parts: nn.Module | None) -> None:

@@ -11,11 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from motet.attention.kernels.backends import LOG2_E, Backend, PartialBackend, Saved
+from motet.attention.kernels.backends import LOG2_E, Backend, PartialBackend, QueryKeyValue, Saved
 from motet.attention.kernels.device_mask import DeviceMask
-
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""Query [B, heads, Q, dim], key and value [B, key heads, K, dim]."""
 
 
 def partial_backend(backend: Backend) -> PartialBackend:
@@ -51,13 +48,13 @@ def _as_log_sums(sinks: Tensor, log_sums: Tensor) -> Tensor:
 
 
 def forward_with_sinks(
-    backend: Backend, inputs: Inputs, sinks: Tensor | None, mask: DeviceMask, scale: float
+    backend: Backend, inputs: QueryKeyValue, sinks: Tensor | None, mask: DeviceMask, scale: float
 ) -> tuple[Tensor, Saved]:
     """`Backend.forward`; `sinks`: [heads]."""
     if sinks is None:
-        return backend.forward(*inputs, mask, scale)
+        return backend.forward(inputs, mask, scale)
     with torch.autocast(inputs[0].device.type, enabled=False):
-        out, log_sums = partial_backend(backend).forward_part(*inputs, mask, scale)
+        out, log_sums = partial_backend(backend).forward_part(inputs, mask, scale)
         out, log_sums = add_sinks(out, log_sums, sinks)
     return out.to(inputs[0].dtype), (log_sums,)
 
@@ -65,13 +62,13 @@ def forward_with_sinks(
 def backward_with_sinks(
     backend: Backend,
     d_out: Tensor,
-    inputs: Inputs,
+    inputs: QueryKeyValue,
     sinks: Tensor | None,
     out: Tensor,
     saved: Saved,
     mask: DeviceMask,
     scale: float,
-) -> tuple[Inputs, Tensor | None]:
+) -> tuple[QueryKeyValue, Tensor | None]:
     """The gradients of the inputs, and of the sinks."""
     if sinks is None:
         return backend.backward(d_out, inputs, out, saved, mask, scale), None

@@ -74,9 +74,8 @@ class _Ring(torch.autograd.Function):
         log_sums: Tensor | None = None
         for owner, held in _around(torch.stack([key, value]), shared):
             with torch.autocast(query.device.type, enabled=False):  # Parts are merged in more than half precision.
-                part, of_part = backend.forward_part(
-                    query[None], held[0][None], held[1][None], shared.masks_of_owners[owner], scale
-                )
+                inputs = (query[None], held[0][None], held[1][None])
+                part, of_part = backend.forward_part(inputs, shared.masks_of_owners[owner], scale)
             if out is None or log_sums is None:
                 out, log_sums = part, of_part
             else:

@@ -13,7 +13,7 @@ A plan may instead gather a column's output and split a row's input (OLMo 2, who
 linears are cut then, and all ranks compute alike between them.
 
 Limits: key-value heads are never copied. Whether a model's computation allows the cut is not proved here, but by
-comparison with one process (`motet.parallel.tensor_comparison`).
+comparison with one process (`motet verify`).
 """
 
 import inspect

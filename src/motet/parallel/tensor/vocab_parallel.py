@@ -62,9 +62,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, tp: TensorParallel | None)
         labels: [...], token ids, -100 for tokens without loss.
 
     Computed in float32, or in float64 if the logits are, a few rows at a time: logits of less precision are never there
-    as a whole in more.
+    as a whole in more. Few logits that are whole, and need no other precision, are left to torch.
     """
-    return _CrossEntropySum.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), tp)
+    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if tp is None and logits.dtype in (torch.float32, torch.float64) and logits.numel() <= CHUNK_ELEMENTS:
+        return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return _CrossEntropySum.apply(logits, labels, tp)
 
 
 CHUNK_ELEMENTS = 2**24
@@ -77,36 +80,29 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> Tensor:
         counted, mine, columns = _places(logits, labels, tp)
-        wide = _wide(logits)
-        largest = logits.amax(-1).to(wide)
-        if tp is not None:
-            largest = all_reduce(largest, tp, dist.ReduceOp.MAX)
-        sums = torch.empty_like(largest)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_sums = logits.new_empty(len(logits), dtype=wide)
         for rows in _chunks(logits):
-            sums[rows] = (logits[rows].to(wide) - largest[rows, None]).exp_().sum(-1)
-        targets = (logits.gather(1, columns[:, None])[:, 0].to(wide) - largest).where(mine, 0)
+            log_sums[rows] = logits[rows].to(wide).logsumexp(-1)
+        targets = logits.gather(1, columns[:, None])[:, 0].to(wide).where(mine, 0)
         if tp is not None:
-            sums, targets = all_reduce(torch.stack([sums, targets]), tp)
-        ctx.tp = tp
-        ctx.save_for_backward(logits, labels, largest, sums)
-        return (sums.log() - targets).where(counted, 0).sum()
+            largest = all_reduce(log_sums, tp, dist.ReduceOp.MAX)
+            sums, targets = all_reduce(torch.stack([(log_sums - largest).exp(), targets]), tp)
+            log_sums = largest + sums.log()
+        ctx.save_for_backward(logits, log_sums, counted, mine, columns)
+        return (log_sums - targets).where(counted, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, largest, sums = ctx.saved_tensors
-        counted, mine, columns = _places(logits, labels, ctx.tp)
-        scale = (grad / sums).where(counted, 0)
+        logits, log_sums, counted, mine, columns = ctx.saved_tensors
+        scale = grad.to(log_sums.dtype) * counted
         result = torch.empty_like(logits)
         for rows in _chunks(logits):
-            part = (logits[rows].to(sums.dtype) - largest[rows, None]).exp_().mul_(scale[rows, None])
-            part.scatter_add_(1, columns[rows, None], -(grad * mine[rows])[:, None])
+            part = (logits[rows].to(log_sums.dtype) - log_sums[rows, None]).exp_().mul_(scale[rows, None])
+            part.scatter_add_(1, columns[rows, None], -(scale[rows] * mine[rows])[:, None])
             result[rows] = part
         return result, None, None
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

@@ -7,32 +7,25 @@ partition cuts. Layouts are compared by
     T = longest path through the modules (sum of a module's stages) + (K - 1) slowest stage + resharding + reduction.
 
 The best layout of each data-parallel size is simulated, in the order of T, while T is below the best simulation.
-`profiling_size` tells whether the global batch is large enough to be typical (Algorithm 2).
+`motet data-stats` tells whether the global batch is large enough to be typical (Algorithm 2).
 
 Deviations: (4.2) adds up all modules, but encoders run in parallel, so the longest path counts here. A share that a
 tensor-parallel size does not divide leaves devices unused instead of excluding the size. Algorithm 3 omits the sum of
 gradients over replicas, which matters on slow networks; the last term is that of the slowest module.
 Limits: resharding counts as one exposed transfer per microbatch over the links of the first replica, into the first
-stage of the target; simulation detects layouts that exceed memory; `profiling_size` ignores padding.
+stage of the target; simulation detects layouts that exceed memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from motet.costs.communication import resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
-from motet.planner.entrain.profiling_size import (
-    ProfilingSize,
-    drawing_from,
-    proportional_allocation,
-    stable_profiling_size,
-)
+from motet.planner.entrain.profiling_size import proportional_allocation
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layouts.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.layouts.layout import Placement, build_plan
@@ -226,18 +219,3 @@ def _reduction(problem: PlanningProblem, dp: int) -> Reduce:
         return problem.estimator.all_reduce_seconds(holders, most)
 
     return seconds
-
-
-def profiling_size(
-    problem: PlanningProblem, dp: int, *, alpha: float = 0.05, p_error: float = 0.05, seed: int = 0
-) -> ProfilingSize:
-    """b_min for this model and cluster, with batches drawn from the problem's samples (Algorithm 2).
-
-    If it exceeds the global batch, the layout may not balance the next batch. Raises `UserError` if the shares are at a
-    point where the allocation changes."""
-    alone = [replace(problem, samples=(sample,), num_microbatches=1) for sample in problem.samples]
-    work = np.array(
-        [[device_seconds(one, name) if one.samples[0].has(name) else 0.0 for name in problem.modules] for one in alone]
-    )
-    draw = drawing_from(work, problem.num_devices // dp, np.random.default_rng(seed))
-    return stable_profiling_size(draw, alpha=alpha, p_error=p_error)

@@ -72,7 +72,6 @@ def stable_profiling_size(
     *,
     alpha: float = 0.05,
     p_error: float = 0.05,
-    first_size: int = 1,
     largest_size: int = 2**20,
     every_test_alpha: bool = False,
 ) -> ProfilingSize:
@@ -82,7 +81,7 @@ def stable_profiling_size(
     `draw_allocation(n)`: the allocation for n samples drawn at random. Raises `ValueError` if no size up to
     `largest_size` is stable: the shares lie so near to where the allocation changes that both are as good.
     """
-    size, num_tests, num_batches = first_size, 0, 0
+    size, num_tests, num_batches = 1, 0, 0
     while size <= largest_size:
         num_tests += 1
         k = num_trials(alpha if every_test_alpha else alpha / 2**num_tests, p_error)
@@ -101,13 +100,11 @@ def stable_profiling_size(
     )
 
 
-def drawing_from(
-    work: np.ndarray, num_devices: int, rng: np.random.Generator, *, smallest: int = 1
-) -> Callable[[int], tuple[int, ...]]:
+def drawing_from(work: np.ndarray, num_devices: int, rng: np.random.Generator) -> Callable[[int], tuple[int, ...]]:
     """Draws batches with replacement from samples of known work. `work`: seconds [samples, modules]."""
 
     def draw(num_samples: int) -> tuple[int, ...]:
         drawn = work[rng.integers(len(work), size=num_samples)].sum(axis=0)
-        return proportional_allocation(num_devices, drawn.tolist(), smallest=smallest)
+        return proportional_allocation(num_devices, drawn.tolist())
 
     return draw

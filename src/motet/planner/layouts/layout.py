@@ -41,15 +41,13 @@ def explicit_plan(
     degrees: Mapping[str, Degrees],
     *,
     placement: Placement = "parallel",
-    frozen_aware: bool = True,
-    planner: str = "explicit",
 ) -> Plan:
     """The plan with these degrees; the exact partition cuts the stages where the degrees do not set their layers.
 
     Raises `UserError` for degrees that no plan can have: more stages than layers, tensor parallelism that does not
     divide the heads, unequal data parallelism on shared ranks, a number of ranks that is not the cluster's.
     """
-    plan = build_plan(problem, degrees, placement=placement, frozen_aware=frozen_aware, planner=planner)
+    plan = build_plan(problem, degrees, placement=placement)
     if plan.num_ranks != problem.num_devices:
         raise UserError(
             f"parallel: the plan uses {plan.num_ranks} ranks but cluster has {problem.num_devices}; "

@@ -42,7 +42,7 @@ class UntrustedPeerError(ConnectionError):
 
 
 class MalformedMessageError(ValueError):
-    """A peer that knows the secret has sent something that is no message."""
+    """A peer that knows the secret has sent something that is not a message."""
 
 
 class Channel:
@@ -74,7 +74,7 @@ class Channel:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise MalformedMessageError(f"a message that is no JSON ({error})") from None
+            raise MalformedMessageError(f"a message that is not JSON ({error})") from None
 
     def close(self) -> None:
         self._connection.close()
@@ -99,12 +99,12 @@ def open_channel(address: Address, secret: bytes, timeout_s: float) -> Channel:
     try:
         connection = socket.create_connection(address, timeout=timeout_s)
     except (OSError, UnicodeError) as error:
-        raise ChannelClosedError(f"nobody answers at {address_text(address)} ({error})") from None
+        raise ChannelClosedError(f"no server answers at {address_text(address)} ({error})") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline, ours = time.monotonic() + timeout_s, os.urandom(_NONCE_BYTES)
         if _read(connection, len(_MAGIC), deadline) != _MAGIC:
-            raise UntrustedPeerError("it is no training of motet")
+            raise UntrustedPeerError("it is not a training of motet")
         theirs = _read(connection, _NONCE_BYTES, deadline)
         _write(connection, ours + _derived(secret, b"client", theirs, ours), timeout_s)
         try:

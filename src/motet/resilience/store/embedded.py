@@ -8,6 +8,7 @@ A node is alive as long as it gives signs of life. While the store's process was
 silent.
 """
 
+import json
 import socket
 import sys
 import threading
@@ -40,6 +41,11 @@ FIRST_SIGN_S = 10.0
 MAX_STRANGERS = 64
 """Connections that may prove at once that they know the secret; more are refused."""
 MAX_KEYS = 1_000_000
+"""Changes that are taken in all. Nodes that come and go get the first half, so they leave room for those who train."""
+MAX_VALUE_BYTES = 60 * 2**20
+"""Largest value, as JSON: less than a message, which holds its key too."""
+MAX_SYNC_LENGTH = MAX_VALUE_BYTES // 6
+"""Characters of values in one answer, unless one value is longer. JSON may take six bytes for each."""
 MAX_KEY_LENGTH = 200
 _TICK_S = 0.02
 
@@ -66,23 +72,28 @@ class StoreContents:
                 with self._lock:
                     if alive is not None and alive in self._deadlines:
                         self._deadlines[alive] = now + self._silence_s
-                    changes = {key: self._values.get(key) for key in self._changed[since:]}
-                    return {"revision": len(self._changed), "changes": changes}
+                    return self._changes(since)
+            case {"op": "time"}:
+                return {"time": time.time()}
             case {"op": "create", "key": str(key), "value": str(value)} if 0 < len(key) <= MAX_KEY_LENGTH:
                 self._check_record(key, value)
                 with self._lock:
                     if key not in self._values:
+                        if key.startswith("trial/"):
+                            self._check_room_for_newcomers()
                         self._set(key, value)
                     return {"value": self._values[key]}
             case {"op": "register", "node": int() | None as node} if node is None or 0 <= node < MAX_KEYS:
                 with self._lock:
+                    if node is None:
+                        self._check_room_for_newcomers()
                     number = self._num_registered if node is None else node
                     self._num_registered = max(self._num_registered, number + 1)
                     self._deadlines[number] = now + max(FIRST_SIGN_S, self._silence_s)
                     self._set(f"node/{number}", "")
                     self._set(f"alive/{number}", "")
                     return {"node": number}
-        raise MalformedMessageError("a message that is no request")
+        raise MalformedMessageError("a message that is not a request")
 
     def tick(self, now: float) -> None:
         """Takes out the nodes that are silent. To be called all the time."""
@@ -96,7 +107,26 @@ class StoreContents:
                 del self._values[f"alive/{node}"]
                 self._changed.append(f"alive/{node}")
 
+    def _changes(self, since: int) -> dict[str, Any]:
+        """Returns the changes from a revision on, as many as a message holds, and the revision after them."""
+        changes: dict[str, str | None] = {}
+        length, revision = 0, min(since, len(self._changed))
+        for key in self._changed[since:]:
+            value = self._values.get(key)
+            length += len(key) + len(value or "")
+            if changes and length > MAX_SYNC_LENGTH:
+                break
+            changes[key] = value
+            revision += 1
+        return {"revision": revision, "newest": len(self._changed), "changes": changes}
+
+    def _check_room_for_newcomers(self) -> None:
+        if len(self._changed) >= MAX_KEYS // 2:
+            raise MalformedMessageError(f"a request to join after {MAX_KEYS // 2} changes, when no node is taken in")
+
     def _check_record(self, key: str, value: str) -> None:
+        if len(json.dumps(value)) > MAX_VALUE_BYTES:
+            raise MalformedMessageError(f"a value of more than {MAX_VALUE_BYTES} bytes")
         try:
             self._check(key, value)
         except UserError as error:
@@ -155,7 +185,7 @@ def _tell(text: str) -> None:
 class EmbeddedStore(AbstractContextManager["EmbeddedStore"]):
     """A client. Each call ends within about `patience_s`, after which the store counts as lost.
 
-    Raises `StoreLostError` if nobody answers, `UntrustedPeerError` if the secret is not the same."""
+    Raises `StoreLostError` if no store answers, `UntrustedPeerError` if the secret is not the same."""
 
     def __init__(self, address: Address, secret: bytes, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -173,13 +203,16 @@ class EmbeddedStore(AbstractContextManager["EmbeddedStore"]):
         self.close()
 
     def sync(self) -> None:
-        answer = self._ask({"op": "sync", "since": self._revision, "alive": self._alive})
-        self._revision = answer["revision"]
-        for key, value in answer["changes"].items():
-            if value is None:
-                self._values.pop(key, None)
-            else:
-                self._values[key] = value
+        is_whole = False
+        while not is_whole:
+            answer = self._ask({"op": "sync", "since": self._revision, "alive": self._alive})
+            self._revision = answer["revision"]
+            for key, value in answer["changes"].items():
+                if value is None:
+                    self._values.pop(key, None)
+                else:
+                    self._values[key] = value
+            is_whole = self._revision >= answer["newest"]
 
     def create(self, key: str, value: str) -> str:
         return str(self._ask({"op": "create", "key": key, "value": value})["value"])
@@ -189,6 +222,9 @@ class EmbeddedStore(AbstractContextManager["EmbeddedStore"]):
 
     def keep_alive(self, node: int) -> None:
         self._alive = node
+
+    def time(self) -> float:
+        return float(self._ask({"op": "time"})["time"])
 
     def close(self) -> None:
         self._channel.close()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import Any
 
@@ -146,6 +147,17 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
     def keep_alive(self, node: int) -> None:
         self._alive, self._lease = node, None
 
+    def time(self) -> float:
+        """By the clock of the server that answers; whole seconds."""
+        for _ in self._servers:
+            server = self._servers[self._current]
+            with suppress(Exception):  # This server has died, or tells no time.
+                url, verify = server.get_url("/maintenance/status"), server.session.verify
+                answer = server.session.post(url, json={}, timeout=REQUEST_S, verify=verify)
+                return parsedate_to_datetime(answer.headers["Date"]).timestamp()
+            self._current = (self._current + 1) % len(self._servers)
+        raise StoreAwayError("no etcd server tells its time")
+
     def close(self) -> None:
         """The watch, which nothing interrupts, ends within `WATCH_S`."""
         self._is_closed.set()
@@ -188,7 +200,7 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             self._known |= dict.fromkeys(alive, "")
             self._revision, self._read_at = max(self._revision, revision), began
             if has_ended:
-                self._lost = "all nodes were started anew while this one did not reach the store"
+                self._lost = "all nodes were restarted while this one did not reach the store"
 
     def _is_record(self, key: str, value: str) -> bool:
         try:
@@ -249,7 +261,7 @@ class EtcdStore(AbstractContextManager["EtcdStore"]):
             if revision:
                 standing = self._checked(rows[0])
                 if standing is None:
-                    told = "was written by somebody who does not know the secret of this run"
+                    told = "was written by a client that does not know the secret of this run"
                     raise StoreLostError(f"etcd: {key} {told}")
                 if is_record(standing):
                     return standing

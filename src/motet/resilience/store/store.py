@@ -46,6 +46,9 @@ class Store(Protocol):
     def keep_alive(self, node: int) -> None:
         """From now on, `sync` gives signs of life of the node."""
 
+    def time(self) -> float:
+        """Returns seconds since the epoch by the clock of the store's machine, which may be cut to whole seconds."""
+
     def close(self) -> None: ...
 
 

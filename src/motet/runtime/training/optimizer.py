@@ -36,12 +36,13 @@ class OptimizerConfig:
     betas: tuple[float, float]
     eps: float
     zero1: bool
-    """Each holder of a parameter that is summed in one group updates its share."""
+    """Whether the holders of a parameter share its state: each updates a part of it."""
     averages: Mapping[str, float] = field(default_factory=dict)
     """Decay of the moving average of the parameters, by part."""
     is_exact: bool = False
-    """A shard of a parameter gets the bits that the whole would get, as replicas of unlike tensor parallelism need. (On
-    CPUs torch's fused AdamW rounds in another way what is left of a tensor after its last full vector.)"""
+    """Whether a shard is updated bit by bit as the whole parameter would be, which replicas of different
+    tensor-parallel sizes need. (On CPUs torch's fused AdamW rounds the rest of a tensor after its last full vector
+    differently.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +101,9 @@ class Optimizer:
         """Makes this rank keep the states of these parameters only, and update no others, from the first step on.
 
         Args:
-            written: of these, whose states this rank writes into checkpoints, when its tensor-parallel group has
-                gathered them.
-            exchange: collective; brings the new values of all other parameters from those who update them."""
+            written: those of `names` whose states this rank writes into checkpoints, after its tensor-parallel group
+                has gathered them.
+            exchange: collective; receives the new values of all other parameters from the ranks that update them."""
         assert not self.states(), "states that are there would be lost"
         members = [p for name, p in self._trainable.items() if name in names]
         self._optimizers = [_adamw(members, None, self._config)] if members else []
@@ -110,7 +111,7 @@ class Optimizer:
         self._written, self._exchange = written, exchange
 
     def factor(self, finished_steps: int) -> float:
-        """On every learning rate, in the step after so many finished ones."""
+        """The factor on every learning rate in the step after so many finished ones."""
         return self._schedule.factor(finished_steps)
 
     @torch.no_grad()
@@ -157,7 +158,7 @@ class Optimizer:
                     state[AVERAGE].lerp_(target, is_finite.to(target.dtype) * weight)
 
     def exchange(self) -> None:
-        """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
+        """After a step under `keep_alone`: receives the parameters that other ranks have updated. Collective."""
         if self._exchange is not None:
             self._exchange()
             self.renew_copies()
@@ -165,7 +166,7 @@ class Optimizer:
 
     @torch.no_grad()
     def renew_copies(self) -> None:
-        """Copies parameters that have changed to this rank's other copies of them."""
+        """Copies updated parameters to this rank's other copies of them."""
         for updated, copy in self._copies:
             copy.copy_(updated)
 

@@ -316,7 +316,7 @@ class Trainer:
         )
 
     def _finish(self, step: LaunchedStep) -> FinishedStep:
-        """Reads the results of a step, which was an update unless numbers are not finite."""
+        """Reads the results of a step, which has updated the parameters unless numbers are not finite."""
         engine = self.engine
         with engine.executor.doing("reading the results of the step"):
             result = engine.finish(step.started)
@@ -374,8 +374,8 @@ class Trainer:
             self.engine.model.after_update()
 
     def update(self, result: IterationResult, data: dict[str, Any]) -> None:
-        """Finishes a step whose gradients are complete, but for the exchange of what other ranks update; no other rank
-        is needed. `data`: the loader's state after it.
+        """Finishes a step whose gradients are complete, without any other rank: parameters that others update are
+        exchanged later. `data`: the loader's state after the step.
 
         Under torch's ZeRO-1 it is collective."""
         if not _is_finite(result):
@@ -442,7 +442,7 @@ class Trainer:
         return self.summary.best_step == self.finished_steps
 
     def _is_due(self, every: int, step: int) -> bool:
-        """Whether something follows the step that happens every so many steps and after the last one; 0: never."""
+        """Whether what happens every so many steps, and after the last one, follows this step; 0: it never happens."""
         return every > 0 and (step % every == 0 or step >= self.settings.steps)
 
     def evaluate(self) -> float:

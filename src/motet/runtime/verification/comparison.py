@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.runtime.verification.flips import Flips
+from motet.runtime.verification.routing import Flips
 
 FLOOR = 1e-3
 ROUNDING_MULTIPLE = 4.0

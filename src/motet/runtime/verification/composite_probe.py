@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from motet.assignment.sample import Sample, Segment
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.capabilities import Capabilities, digest_of, read_capabilities, write_capabilities
 from motet.families.discovery.composite import Composite, FeatureFunction, composite_class_of, find_parts
 from motet.families.shape_reading.composite_shapes import composite_workload
@@ -23,7 +23,7 @@ from motet.families.tiny import perturb, tiny_config
 from motet.families.tiny_media import tiny_medium
 from motet.models.composite import CompositeNode
 from motet.models.materialize import float64_throughout
-from motet.plan import LANGUAGE_MODEL, Edge
+from motet.plan import LANGUAGE_MODEL
 from motet.runtime.verification.family_probe import Trial, announce_probe, found_out, run_trials
 
 TRIALS: Mapping[str, Trial] = {
@@ -67,7 +67,7 @@ def probe_composite(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS
         except UserError:
             raise
         except Exception as error:  # Whatever a model raises that cannot be built so.
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}")[:200]
             raise UserError(f"{tiny.model_type}: no tiny model of it can be built to probe it ({reason})") from None
         if size > LARGEST:
             raise UserError(f"{tiny.model_type}: no tiny model of it can be built to probe it ({size} parameters)")
@@ -89,15 +89,7 @@ def probe_composite(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS
             }
 
         batch = _Batch(build_nodes()[LANGUAGE_MODEL].model, described)
-        edges = tuple(
-            Edge(
-                source=name,
-                target=LANGUAGE_MODEL,
-                layers=described.entry_layers if described.is_deep(name) else (0,),
-            )
-            for name in described.encoders
-        )
-        reasons = run_trials(trials, build_nodes, batch, edges)
+        reasons = run_trials(trials, build_nodes, batch, described.edges)
     return found_out(tiny.model_type, model_class.__name__, reasons)
 
 

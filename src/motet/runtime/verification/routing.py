@@ -21,13 +21,40 @@ from torch.overrides import TorchFunctionMode
 from motet.assignment.sample import Sample
 from motet.devices import communication_device
 from motet.models.stages.causal import CausalStage
-from motet.models.stages.router_loss import find_routers
+from motet.models.stages.routers import ForwardRecord, find_routers
 from motet.models.stages.stage import Batch
 from motet.runtime.communication.agreement import gather_values
-from motet.runtime.verification.flips import Flips
 
 Choices = dict[tuple[str, int], Tensor]
 """By path of the router and index of the sample in the batch: the experts [T, k] that each token was sent to."""
+
+
+@dataclass
+class Flips:
+    """Tokens for which the reference would have chosen other experts than the run."""
+
+    num_routed: int = 0
+    """Tokens, counted once for each mixture that they pass."""
+    num_flipped: int = 0
+    worst: float = 0.0
+    """Of all flips, the largest distance from a tie: by how much the score of the last expert that the reference would
+    have chosen exceeds that of one which the run chose, relative to the spread of the token's scores."""
+
+    def add(self, scores: Tensor, own: Tensor, replayed: Tensor, *, of_groups: Tensor | None = None) -> None:
+        """`scores`: [T, experts], -inf for experts of groups that were not chosen, whose scores are in `of_groups`."""
+        flipped = (own.sort(-1).values != replayed.sort(-1).values).any(-1)
+        self.num_routed += len(own)
+        self.num_flipped += int(flipped.sum())
+        if flipped.any():
+            scores, own, replayed = scores[flipped].double(), own[flipped], replayed[flipped]
+            finite = scores.masked_fill(scores.isinf(), 0.0)
+            spread = finite.amax(-1) - finite.amin(-1)
+            distance = scores.gather(1, own).amin(-1) - scores.gather(1, replayed).amin(-1)
+            if of_groups is not None:  # Another group was chosen: sums of scores were nearly tied.
+                known = of_groups[flipped].double()
+                of_group = known.gather(1, own).mean(-1) - known.gather(1, replayed).mean(-1)
+                distance = distance.where(distance.isfinite(), of_group.abs())
+            self.worst = max(self.worst, float((distance / spread).max()))
 
 
 TOPK = (torch.topk, Tensor.topk)
@@ -73,12 +100,12 @@ def _wrapped(router: Any, around: Any) -> Iterator[None]:
             router.forward = own
 
 
-class RecordedRouting:
+class RecordedRouting(ForwardRecord[tuple[str, Tensor]]):
     """The choices of one stage in the forwards of an iteration, for the tokens that this rank holds."""
 
     def __init__(self, stage: CausalStage, batch: Batch) -> None:
+        super().__init__()
         self._places = {id(sample): index for index, sample in enumerate(batch.samples)}
-        self._heard: list[tuple[str, Tensor]] | None = None
         self.rows: list[tuple[str, Tensor]] = []
         """For each call of a router: its path, and [n, 3 + k]: the sample, its tokens, the place in it, the choices."""
         self.routers = routers_of(stage.module)
@@ -100,19 +127,11 @@ class RecordedRouting:
         def call(original: Any, args: Any, kwargs: Any) -> Any:
             with _TopK(router) as mode:
                 result = original(*args, **kwargs)
-            if self._heard is not None and mode.chosen is not None:
-                self._heard.append((path, mode.chosen))
+            if mode.chosen is not None:
+                self.record((path, mode.chosen))
             return result
 
         return call
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        self._heard = []
-        try:
-            yield
-        finally:
-            self._recorded, self._heard = self._heard, None
 
     def add(self, samples: Sequence[Sample], sample_of_row: Tensor, place_of_row: Tensor, device: torch.device) -> None:
         (held,) = torch.nonzero(sample_of_row >= 0, as_tuple=True)
@@ -121,7 +140,7 @@ class RecordedRouting:
         owner = sample_of_row[held]
         own = torch.stack([index[owner], lengths[owner], place_of_row[held]], dim=1)
         own, held = own[index[owner] >= 0], held[index[owner] >= 0]  # Idle cells have a token of nobody's.
-        for path, chosen in self._recorded:
+        for path, chosen in self.recorded:
             self.rows.append((path, torch.cat([own, chosen.cpu()[held]], dim=1)))
 
 

@@ -1,7 +1,6 @@
-"""Checks a machine before its processes take part in a training: whether its device computes rightly and has memory.
+"""Checks whether a device computes correctly and gives back what is written into its memory.
 
-A node that fails is lost before it has joined, and the others do not wait for it. Whether its ranks reach the others is
-seen when they meet: the first thing that the ranks of a membership do is to gather what each of them holds.
+Whether there is enough memory for the node's ranks is a check of its own (`motet.resilience.health.free_memory`).
 """
 
 import torch

@@ -7,8 +7,9 @@ import torch
 from interrupted_training import config_of, failures, once, undisturbed
 from training import plan_of
 
-from motet.resilience import health, recover
-from motet.resilience.health import why_unfit
+from motet.resilience import recover
+from motet.resilience.health import device as device_check
+from motet.resilience.health.device import why_unfit
 from motet.resilience.launch_nodes import train_on_nodes
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PROBE_BYTES", 2**60)
+    monkeypatch.setattr(device_check, "PROBE_BYTES", 2**60)
     assert (why_unfit(CPU) or "").startswith("cpu fails: ")
 
 

@@ -1,0 +1,1 @@
+"""Health checks of a node before it takes part in a training."""

@@ -1,0 +1,27 @@
+"""The user's cache folder: files that motet can make again, such as shape cards and results of probes."""
+
+import os
+import tempfile
+from pathlib import Path
+
+CACHE = "MOTET_CACHE"
+"""Environment variable: the cache folder, instead of `motet` in XDG_CACHE_HOME or ~/.cache."""
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder of one kind of files."""
+    if folder := os.environ.get(CACHE):
+        return Path(folder) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet" / kind
+
+
+def write_cached(path: Path, text: str) -> None:
+    """Writes a file in one step, so that no process reads an incomplete one. Does nothing if the folder cannot be
+    written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError:
+        return
