@@ -23,7 +23,6 @@ from motet.data.service.tensor_buffer import TensorBuffer, unpack
 from motet.data.service.tickets import Ticket
 from motet.data.service.workers import (
     LARGE_BYTES,
-    NICENESS,
     SLOT_BYTES,
     SLOTS_PER_WORKER,
     LocalProducer,
@@ -181,19 +180,6 @@ def test_descriptors_are_given_back() -> None:
         assert len(list(stream)) == 5
         gc.collect()
         wait_until(lambda: segments_and_sockets() <= before)
-
-
-def test_workers_yield_to_training() -> None:
-    class Niceness(Bytes):
-        def sample(self, index: int) -> Sample:
-            return Sample(str(os.nice(0)), {})
-
-    opened = Workers(Preparer({"train": Niceness()}), 1)
-    try:
-        ((sample,),) = opened.answers([Ticket("train", (0,))])
-    finally:
-        opened.close()
-    assert int(sample.id) == min(19, os.nice(0) + NICENESS)
 
 
 def test_metadata_of_a_small_set_is_asked_for_once() -> None:

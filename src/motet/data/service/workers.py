@@ -40,10 +40,6 @@ MAX_ATTEMPTS = 5
 LARGE_BYTES = 256 * 2**10
 """From this size on, setting up shared memory costs less than two copies."""
 
-NICENESS = 10
-"""Added to that of workers: where they share cores with training, a rank that a message wakes up does not wait for one.
-They work for a batch that is needed later."""
-
 SLOT_BYTES = 2 * LARGE_BYTES
 SLOTS_PER_WORKER = 8
 """Slots that are never written to take no memory."""
@@ -268,7 +264,6 @@ def _begin(preparer: Preparer, slots: mmap.mmap, segments: SegmentReceiver) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles the terminal's interrupt.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ends a broken pool; the main process may have a handler.
     torch.set_num_threads(1)  # A pool of threads does not survive the fork.
-    os.nice(NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
