@@ -2,8 +2,9 @@
 
 The plans by hand follow rules of thumb, and know nothing of what the search finds: fully sharded or ZeRO over all
 devices with microbatches of 1, 2 or 4 samples; tensor parallelism within a node with pipelines of various depths and
-encoders on groups of their own; interleaving; recomputation of everything or nothing. They are tried until twenty fit
-or none is left. Everything but the model, the data and the cluster is left open to `auto`.
+encoders on groups of their own; interleaving; recomputation of everything or nothing. Where these rules fit a
+configuration badly it has plans of its own (`OWN_RULES`), which are tried first. Plans are tried until twenty fit or
+none is left. Everything but the model, the data and the cluster is left open to `auto`.
 
 `python -m benchmarks.auto_by_hand 8B` does the configurations whose names hold a word.
 """
@@ -15,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,7 +28,9 @@ from motet.config import RunConfig
 from motet.errors import UserError
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layouts.layout import build_plan
+from motet.planner.layouts.degrees import check_degrees
+from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan
+from motet.planner.layouts.partition import even_partition
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.registry import choose
 
@@ -184,6 +187,11 @@ class ByHand:
     """Samples of a microbatch."""
     shared: bool = False
     """All modules are on the same ranks, without a pipeline."""
+    first_layers: int | None = None
+    """Encoders are on the ranks of the language model's first stage, which has so many of its layers; the other stages
+    have equally many each."""
+    whole_encoders: bool = False
+    """With `first_layers`: each of these ranks holds the whole encoders, and they take turns at the samples."""
     fully_sharded: bool = False
     zero1: bool = True
     virtual_stages: int = 1
@@ -194,6 +202,8 @@ class ByHand:
         parts = [f"tp {self.tp}", f"pp {self.pp}" + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")]
         parts += [f"{self.samples_each} samples a microbatch", self.schedule]
         parts += ["one group of ranks"] if self.shared else []
+        if self.first_layers is not None:
+            parts += [f"encoders {'whole ' if self.whole_encoders else ''}beside the first {self.first_layers} layers"]
         parts += ["fully sharded"] if self.fully_sharded else ["ZeRO-1"] if self.zero1 else []
         parts += ["recomputed"] if self.recompute else []
         return ", ".join(parts)
@@ -216,10 +226,61 @@ def rules() -> Iterator[ByHand]:
         yield ByHand(tp, pp, 1, schedule="zero_bubble_h1")
 
 
-def tried_by_hand(problem: PlanningProblem, most: int) -> list[tuple[ByHand, Evaluation]]:
-    """Plans by all rules, in an order that mixes them, until `most` of them fit or all were tried."""
+INTERLEAVED = "interleaved_1f1b_adjusted"
+
+
+def _own_rules_of_70b() -> Iterator[ByHand]:
+    """A language model of 82 layers behind two small encoders: tensor parallelism within a node, and the encoders on
+    the ranks of the first stage, which has a few layers less."""
+    for tp, pp, first in ((8, 4, 19), (4, 8, 9), (8, 2, 39), (4, 4, 18), (2, 8, 8), (2, 16, 4)):
+        own = ByHand(tp, pp, 1, first_layers=first, whole_encoders=tp == 8)
+        yield own
+        yield replace(own, samples_each=2)
+        yield replace(own, schedule="zero_bubble_h1")
+    yield ByHand(8, 4, 1, first_layers=8, whole_encoders=True, virtual_stages=2, schedule=INTERLEAVED)
+    yield ByHand(4, 8, 1, first_layers=4, virtual_stages=2, schedule=INTERLEAVED)
+    yield ByHand(4, 4, 1, first_layers=8, virtual_stages=2, schedule=INTERLEAVED)
+    yield ByHand(8, 2, 1, first_layers=18, whole_encoders=True, virtual_stages=2, schedule=INTERLEAVED)
+    yield ByHand(4, 4, 2, first_layers=18, recompute=True)
+
+
+def _own_rules_of_405b() -> Iterator[ByHand]:
+    """Text only: tensor parallelism of a node, 16 stages as Llama 3 was trained with, and its neighbours."""
+    for pp, samples, recompute in product((16, 8, 32), (1, 2), (False, True)):
+        yield ByHand(8, pp, samples, recompute=recompute)
+    for pp, stages in ((16, 2), (16, 4), (16, 7), (8, 2), (8, 4), (32, 2)):
+        yield ByHand(8, pp, 1, virtual_stages=stages, schedule=INTERLEAVED)
+        yield ByHand(8, pp, 1, virtual_stages=stages, schedule=INTERLEAVED, recompute=True)
+    for tp, pp in ((8, 16), (8, 32), (4, 32)):
+        yield ByHand(tp, pp, 1, schedule="zero_bubble_h1")
+
+
+def _own_rules_of_many_images() -> Iterator[ByHand]:
+    """Two samples for each device, of 13,000 tokens each: tensor parallelism for memory, few stages, since there are
+    few microbatches, and a first stage that has fewer layers, since the encoder has much to do."""
+    for tp, pp, first in ((2, 2, 14), (4, 2, 14), (2, 4, 5), (1, 4, 5), (1, 2, 14), (4, 4, 5), (1, 8, 2)):
+        for recompute in (False, True):
+            yield ByHand(tp, pp, 1, first_layers=first, recompute=recompute)
+    for tp, samples in product((2, 4, 8), (1, 2)):
+        yield ByHand(tp, 1, samples, shared=True)
+    for tp, pp, first in ((2, 2, 14), (4, 2, 14), (2, 4, 5)):
+        yield ByHand(tp, pp, 1, first_layers=first, schedule="zero_bubble_h1")
+        yield ByHand(tp, pp, 1, first_layers=first // 2, virtual_stages=2, schedule=INTERLEAVED)
+
+
+OWN_RULES: Mapping[str, Callable[[], Iterator[ByHand]]] = {
+    "vision, audio and 70B on 256": _own_rules_of_70b,
+    "405B on 8192": _own_rules_of_405b,
+    "44 images a sample and 8B on 64": _own_rules_of_many_images,
+}
+"""Plans for single configurations, by name."""
+
+
+def tried_by_hand(problem: PlanningProblem, most: int, own: Iterable[ByHand] = ()) -> list[tuple[ByHand, Evaluation]]:
+    """Plans by all rules, the configuration's own first, then the others in an order that mixes them, until `most` of
+    them fit or all were tried."""
     given = list(rules())
-    in_order = [rule for first in range(STRIDE) for rule in given[first::STRIDE]]
+    in_order = [*own, *(rule for first in range(STRIDE) for rule in given[first::STRIDE])]
     found: list[tuple[ByHand, Evaluation]] = []
     for rule in in_order:
         if sum(evaluation.fits for _, evaluation in found) >= most:
@@ -233,7 +294,7 @@ def by_hand(problem: PlanningProblem, rule: ByHand) -> Evaluation:
     """Raises `UserError` if the configuration has no such plan."""
     others = [name for name in problem.modules if name != "language_model"]
     per_replica = rule.tp * rule.pp
-    if not rule.shared:
+    if not rule.shared and rule.first_layers is None:
         per_replica += len(others) * rule.tp
     dp = problem.num_devices // per_replica
     if not dp:
@@ -250,6 +311,8 @@ def by_hand(problem: PlanningProblem, rule: ByHand) -> Evaluation:
         recompute=tuple(problem.modules) if rule.recompute else (),
         memory=replace(problem.memory, zero1=rule.zero1 and not rule.fully_sharded),
     )
+    if rule.first_layers is not None:
+        return evaluate(changed, layout_plan(changed, _encoders_first(problem, rule, rule.first_layers, dp)))
     shards = {"fully_sharded": True, "sharded_replicas": dp} if rule.fully_sharded else {}
 
     def degrees(tp: int, pp: int = 1, virtual_stages: int = 1) -> Degrees:
@@ -261,6 +324,27 @@ def by_hand(problem: PlanningProblem, rule: ByHand) -> Evaluation:
         changed, {**{name: degrees(rule.tp) for name in others}, "language_model": own}, placement=placement
     )
     return evaluate(changed, plan)
+
+
+def _encoders_first(problem: PlanningProblem, rule: ByHand, first_layers: int, dp: int) -> Layout:
+    name, num_runs = "language_model", rule.pp * rule.virtual_stages
+    num_layers, others = problem.modules[name].workload.num_layers, [n for n in problem.modules if n != name]
+    if first_layers + num_runs - 1 > num_layers:
+        raise UserError("too few layers")
+    check_degrees(problem, name, Degrees(tp=rule.tp, pp=rule.pp, dp=dp, virtual_stages=rule.virtual_stages))
+    runs = [(0, first_layers)]
+    runs += [(first_layers + a, first_layers + b) for a, b in even_partition(num_layers - first_layers, num_runs - 1)]
+    chunks = [Chunk(other, (0, problem.modules[other].workload.num_layers), 0) for other in others]
+    for other in others:
+        check_degrees(problem, other, Degrees(tp=1 if rule.whole_encoders else rule.tp, dp=dp))
+    return Layout(
+        planner="by hand",
+        chunks=(*chunks, *(Chunk(name, run, i % rule.pp) for i, run in enumerate(runs))),
+        group_sizes=(rule.tp,) * rule.pp,
+        dp=dp,
+        split=frozenset(others if rule.whole_encoders else ()),
+        sequence_parallel=rule.tp > 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -317,7 +401,8 @@ COLUMNS = (
 
 def outcome(name: str, case: Case, num_by_hand: int) -> Outcome:
     problem = read_problem(case.config())
-    hands = tried_by_hand(problem, num_by_hand)
+    own = OWN_RULES[name]() if name in OWN_RULES else ()
+    hands = tried_by_hand(problem, num_by_hand, own)
     begin_s, first_s = time.process_time(), []
 
     def progress(line: str) -> None:

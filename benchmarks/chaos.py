@@ -110,6 +110,8 @@ def _report_wild(trials: list[dict[str, Any]], name: str, note: str) -> None:
         "counted in before the training was over; none was refused. Processes that prepare samples and hand them over "
         f"in shared memory: {workers} trials."
     )
+    if starved := sum(trial.get("num_starved", 0) > 0 for trial in trials):
+        report.add(f"In {starved} trials the machine was too busy for `detect_s`: nodes were lost that nobody hit.")
     report.write()
 
 

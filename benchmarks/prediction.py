@@ -2,8 +2,9 @@
 and run.
 
 Plans of two ranks compute, and take the optimizer's step. Plans of more ranks than that run on the same executor with
-real communication and emulated computation (and no optimizer). The model is SigLIP + projector + Llama, everything
-trainable; the plans differ in stages, tensor and data parallelism, microbatches and schedule.
+real communication and emulated computation (and no optimizer). The model is SigLIP and Whisper, each with a projector,
+and Llama, everything trainable. The plans differ in stages, in tensor, data and context parallelism, in sharding, in
+microbatches and in the schedule.
 """
 
 import argparse
@@ -19,22 +20,24 @@ from pathlib import Path
 import torch
 
 from benchmarks.emulated import measure_emulated, predicted_s
-from benchmarks.layouts import chain_plan, describe, plan_of
+from benchmarks.layouts import describe, plan_of
 from benchmarks.measuring import measure_in_turn, seconds
 from benchmarks.profiling import measure_costs, problem_with
 from benchmarks.reporting import REPORTS, Report
 from benchmarks.workloads import SyntheticBatch, vlm_config
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
-from motet.plan import Plan
+from motet.plan import LANGUAGE_MODEL, ContextOptions, Plan
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.layouts.layout import explicit_plan
+from motet.planner.layouts.layout import Chunk, Layout, cut_chain, explicit_plan, layout_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.launch import launch
 
-MEDIAN_LIMIT, WORST_LIMIT = 0.07, 0.15
+MEDIAN_LIMIT, WORST_LIMIT = 0.06, 0.15
 NUM_SAMPLES = 16
+BLOCK_TOKENS = 16
+"""Tokens of the blocks that ranks share sequences by."""
 
 
 @dataclass(frozen=True)
@@ -46,39 +49,95 @@ class Case:
     make: Callable[[PlanningProblem], Plan]
 
 
-def _separate(vision: Degrees, language_model: Degrees) -> Callable[[PlanningProblem], Plan]:
-    return lambda problem: explicit_plan(problem, {"vision": vision, "language_model": language_model})
+def _separate(encoders: Degrees, language_model: Degrees) -> Callable[[PlanningProblem], Plan]:
+    """Each module on ranks of its own."""
+    return lambda problem: explicit_plan(problem, _degrees(problem, encoders, language_model))
 
 
-def _chain(num_stages: int, *, tp: int = 1, dp: int = 1) -> Callable[[PlanningProblem], Plan]:
-    return lambda problem: chain_plan(problem, num_stages=num_stages, tp=tp, dp=dp)
+def _encoders_together(encoders: Degrees, language_model: Degrees) -> Callable[[PlanningProblem], Plan]:
+    """Both encoders on the same ranks, the language model on others."""
+    return lambda problem: explicit_plan(problem, _degrees(problem, encoders, language_model), placement="colocated")
 
 
-def _modules_reversed(problem: PlanningProblem) -> Plan:
-    """The language model on the first rank, the encoder on the second."""
-    rank_of = {"vision": 1, "language_model": 0}
+def _degrees(problem: PlanningProblem, encoders: Degrees, language_model: Degrees) -> dict[str, Degrees]:
+    return {name: language_model if name == LANGUAGE_MODEL else encoders for name in problem.modules}
+
+
+def _chain(*groups: int, tp: int = 1, dp: int = 1) -> Callable[[PlanningProblem], Plan]:
+    """All layers in a row, cut into as many runs as there are `groups`; run i is on the ranks of `groups[i]`."""
+
+    def make(problem: PlanningProblem) -> Plan:
+        seconds = {name: problem.estimator.layer_seconds(name, tp, dp) for name in problem.modules}
+        layout = Layout(
+            planner="explicit",
+            chunks=tuple(cut_chain(seconds, groups)),
+            group_sizes=(tp,) * (max(groups) + 1),
+            dp=dp,
+        )
+        return layout_plan(problem, layout)
+
+    return make
+
+
+def _shared_tokens(problem: PlanningProblem) -> Plan:
+    """All modules on all ranks: tensor parallelism in the encoders, context parallelism in the language model."""
+    module = problem.modules[LANGUAGE_MODEL]
+    changed = replace(module, context=ContextOptions(block_size=BLOCK_TOKENS))
+    problem = replace(problem, modules={**problem.modules, LANGUAGE_MODEL: changed})
     whole = {name: (0, module.workload.num_layers) for name, module in problem.modules.items()}
-    return plan_of(problem, {name: [[(whole[name], (rank,))]] for name, rank in rank_of.items()})
+    chunks = tuple(Chunk(name, layers, 0) for name, layers in whole.items())
+    size = problem.num_devices
+    return layout_plan(
+        problem, Layout(planner="explicit", chunks=chunks, group_sizes=(size,), shared=((LANGUAGE_MODEL, size),))
+    )
+
+
+def _fully_sharded(problem: PlanningProblem) -> Plan:
+    """One replica of all modules on each rank; the replicas share the parameters."""
+    whole = _chain(0, dp=2)(problem)
+    sharded = {name: replace(module, fully_sharded=True, sharded_replicas=2) for name, module in whole.modules.items()}
+    return replace(whole, modules=sharded)
+
+
+def _reversed(problem: PlanningProblem) -> Plan:
+    """The language model on the first rank, the encoders on the second."""
+    whole = {name: (0, module.workload.num_layers) for name, module in problem.modules.items()}
+    return plan_of(problem, {name: [[(whole[name], (int(name != LANGUAGE_MODEL),))]] for name in problem.modules})
 
 
 COMPUTED = (
-    Case("encoder, LLM", 2, 8, "1f1b", _separate(Degrees(), Degrees())),
-    Case("LLM, encoder", 2, 4, "gpipe", _modules_reversed),
-    Case("chain, PP 2", 2, 16, "1f1b", _chain(2)),
-    Case("chain, PP 2", 2, 8, "gpipe", _chain(2)),
-    Case("DP 2", 2, 4, "1f1b", _chain(1, dp=2)),
-    Case("TP 2", 2, 4, "1f1b", _chain(1, tp=2)),
+    Case("encoders, LLM", 2, 8, "1f1b", _encoders_together(Degrees(), Degrees())),
+    Case("encoders, LLM", 2, 8, "eager_1f1b", _encoders_together(Degrees(), Degrees())),
+    Case("LLM, encoders", 2, 8, "bubble_filling", _reversed),
+    Case("chain, PP 2", 2, 16, "1f1b", _chain(0, 1)),
+    Case("chain, PP 2", 2, 8, "gpipe", _chain(0, 1)),
+    Case("chain, PP 2", 2, 8, "zero_bubble_h1", _chain(0, 1)),
+    Case("chain, PP 2", 2, 8, "zero_bubble_h2", _chain(0, 1)),
+    Case("chain in V, PP 2", 2, 8, "zero_bubble_v", _chain(0, 1, 1, 0)),
+    Case("chain, PP 2 x 2", 2, 8, "interleaved_1f1b", _chain(0, 1, 0, 1)),
+    Case("chain, PP 2 x 3", 2, 4, "interleaved_1f1b_adjusted", _chain(0, 1, 0, 1, 0, 1)),
+    Case("chain, PP 2 x 2", 2, 8, "dip", _chain(0, 1, 0, 1)),
+    Case("DP 2", 2, 4, "1f1b", _chain(0, dp=2)),
+    Case("TP 2", 2, 4, "1f1b", _chain(0, tp=2)),
+    Case("TP 2, CP 2", 2, 4, "1f1b", _shared_tokens),
+    Case("DP 2, fully sharded", 2, 4, "1f1b", _fully_sharded),
 )
 EMULATED = (
-    Case("PP 2 + 2", 4, 8, "1f1b", _separate(Degrees(pp=2), Degrees(pp=2))),
-    Case("PP 1 + 3", 4, 16, "gpipe", _separate(Degrees(pp=1), Degrees(pp=3))),
-    Case("chain, PP 4", 4, 8, "1f1b", _chain(4)),
-    Case("PP 1 + 1, DP 2", 4, 4, "1f1b", _separate(Degrees(dp=2), Degrees(dp=2))),
-    Case("TP 2, PP 1 + 1", 4, 8, "gpipe", _separate(Degrees(tp=2), Degrees(tp=2))),
-    Case("PP 2 + 4", 6, 16, "1f1b", _separate(Degrees(pp=2), Degrees(pp=4))),
-    Case("TP 2, PP 1 + 2", 6, 4, "1f1b", _separate(Degrees(tp=2), Degrees(tp=2, pp=2))),
-    Case("PP 1 + 2, DP 2", 6, 8, "1f1b", _separate(Degrees(dp=2), Degrees(pp=2, dp=2))),
-    Case("TP 2, PP 1 + 1, DP 2", 8, 4, "1f1b", _separate(Degrees(tp=2, dp=2), Degrees(tp=2, dp=2))),
+    Case("PP 1 + 1 + 2", 4, 8, "1f1b", _separate(Degrees(), Degrees(pp=2))),
+    Case("chain, PP 4 x 2", 4, 8, "critical_path", _chain(*range(4), *range(4))),
+    Case("PP 1 + 1 + 2", 4, 16, "gpipe", _separate(Degrees(), Degrees(pp=2))),
+    Case("chain, PP 4", 4, 8, "1f1b", _chain(0, 1, 2, 3)),
+    Case("chain, PP 4", 4, 8, "zero_bubble_h1", _chain(0, 1, 2, 3)),
+    Case("chain, PP 4", 4, 8, "zero_bubble_h2", _chain(0, 1, 2, 3)),
+    Case("chain in V, PP 3", 3, 8, "zero_bubble_v", _chain(0, 1, 2, 2, 1, 0)),
+    Case("chain, PP 4 x 2", 4, 8, "interleaved_1f1b", _chain(*range(4), *range(4))),
+    Case("chain, PP 3 x 2", 3, 8, "interleaved_1f1b_adjusted", _chain(*range(3), *range(3))),
+    Case("PP 1 + 1 + 1, DP 2", 6, 4, "1f1b", _separate(Degrees(dp=2), Degrees(dp=2))),
+    Case("chain, PP 2, DP 2", 4, 4, "bubble_filling", _chain(0, 1, dp=2)),
+    Case("PP 1 + 1 + 1, TP 2", 6, 8, "gpipe", _separate(Degrees(tp=2), Degrees(tp=2))),
+    Case("chain, PP 2, TP 2", 4, 8, "1f1b", _chain(0, 1, tp=2)),
+    Case("encoders, PP 3", 4, 8, "bubble_filling", _encoders_together(Degrees(), Degrees(pp=3))),
+    Case("PP 1 + 1 + 4", 6, 16, "eager_1f1b", _separate(Degrees(), Degrees(pp=4))),
 )
 
 
@@ -114,7 +173,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each plan")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block")
-    parser.add_argument("--layers", type=int, default=6, help="blocks of the encoder, and of the language model")
+    parser.add_argument("--layers", type=int, default=6, help="blocks of each encoder, and of the language model")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--image-size", type=int, default=192)
     parser.add_argument("--repetitions", type=int, default=9, help="of the profiler")
@@ -128,6 +187,7 @@ def main(arguments: list[str] | None = None) -> Report:
     report = Report("prediction", "Predicted against measured iteration time")
     config = vlm_config(
         num_vision_blocks=args.layers,
+        num_audio_blocks=args.layers,
         num_llm_blocks=args.layers,
         width=args.width,
         image_size=args.image_size,
@@ -155,6 +215,8 @@ def main(arguments: list[str] | None = None) -> Report:
         for i, case in enumerate(EMULATED[: args.cases])
     }
     plans = {i: evaluation.plan for i, evaluation in computed.items()}
+    # The engines order actions by the costs that the predictions are made from.
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"costs": str(args.costs)})})
     blocks = launch(measure_real, config, plans, batch, args.blocks, args.steps, num_processes=2)
     rows: list[list[object]] = []
     errors: list[float] = []
@@ -166,8 +228,9 @@ def main(arguments: list[str] | None = None) -> Report:
         rows.append(_row(EMULATED[int(i)], evaluation, "emulated", predicted_s(evaluation), measured[i], errors))
 
     report.add(
-        f"SigLIP and Llama of {args.layers} blocks each, width {args.width}, all trainable; {NUM_SAMPLES} samples per "
-        f"iteration. Measured: median (quartiles) of {args.blocks * args.steps} steps. Those that compute take turns."
+        f"SigLIP, Whisper and Llama of {args.layers} blocks each, width {args.width}, all trainable; {NUM_SAMPLES} "
+        f"samples per iteration. Measured: median (quartiles) of {args.blocks * args.steps} steps. Those that compute "
+        "take turns."
     )
     columns = [
         "plan",

@@ -1,4 +1,5 @@
-"""The models that the benchmarks train: a Llama stack, and SigLIP + projector + Llama. Random weights and inputs."""
+"""The models that the benchmarks train: a Llama stack, and SigLIP (and Whisper) + projector + Llama. Random weights and
+inputs."""
 
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -51,6 +52,38 @@ def llama_config(*, num_blocks: int, width: int, num_samples: int, num_microbatc
     )
 
 
+def language_model_config(
+    config_class: str,
+    values: dict[str, object],
+    *,
+    num_blocks: int,
+    width: int,
+    num_samples: int,
+    num_microbatches: int,
+) -> RunConfig:
+    """As `llama_config`, for another family. `values`: what its configuration has beyond Llama's, or in their place."""
+    dense = llama_config(
+        num_blocks=num_blocks, width=width, num_samples=num_samples, num_microbatches=num_microbatches
+    ).model_dump(exclude_unset=True)
+    part = dense["model"]["language_model"]
+    dense["model"]["language_model"] = {"config": config_class, "values": {**part["values"], **values}}
+    return RunConfig.model_validate(dense)
+
+
+def with_lora(config: RunConfig, *, rank: int) -> RunConfig:
+    """The language model's adapters are trained in place of its own weights."""
+    values = config.model_dump(exclude_unset=True)
+    values["model"]["language_model"]["train"] = {"lora": {"rank": rank, "alpha": 2.0 * rank}}
+    return RunConfig.model_validate(values)
+
+
+def with_own_attention(config: RunConfig) -> RunConfig:
+    """Samples of a microbatch are packed, and motet's own attention computes them."""
+    values = config.model_dump(exclude_unset=True)
+    values["parallel"] |= {"packing": True, "packed_attention": "motet"}
+    return RunConfig.model_validate(values)
+
+
 def vlm_config(
     *,
     num_vision_blocks: int,
@@ -61,8 +94,9 @@ def vlm_config(
     trains: str,
     image_size: int = 128,
     llm_intermediate: int | None = None,
+    num_audio_blocks: int = 0,
 ) -> RunConfig:
-    """SigLIP with patches of 16 pixels, an MLP projector, Llama.
+    """SigLIP with patches of 16 pixels, an MLP projector, Llama; a Whisper encoder beside SigLIP if it has blocks.
 
     Args:
         num_samples: of an iteration.
@@ -78,18 +112,23 @@ def vlm_config(
         "num_attention_heads": width // 32,
         "vision_use_head": False,
     }
+    audio = {
+        "d_model": width,
+        "encoder_ffn_dim": 4 * width,
+        "encoder_layers": num_audio_blocks,
+        "encoder_attention_heads": width // 32,
+        "num_mel_bins": 16,
+        "max_source_positions": 64,
+    }
     train_all = trains == "all"
+    both = {"projector": "mlp", "train": {"module": train_all, "projector": True}}
+    encoders = {"vision": {"config": "SiglipVisionConfig", "values": vision, **both}}
+    if num_audio_blocks:
+        encoders["audio"] = {"config": "WhisperConfig", "values": audio, **both}
     return RunConfig.model_validate(
         {
             "model": {
-                "encoders": {
-                    "vision": {
-                        "config": "SiglipVisionConfig",
-                        "values": vision,
-                        "projector": "mlp",
-                        "train": {"module": train_all, "projector": True},
-                    }
-                },
+                "encoders": encoders,
                 "language_model": {
                     **_llama(num_llm_blocks, width, llm_intermediate or 8 * width // 3),
                     "train": {"module": train_all},
@@ -103,7 +142,8 @@ def vlm_config(
 
 
 class SyntheticBatch:
-    """Samples: one image if the model has an encoder, then words, all with loss.
+    """Samples: one image if the model has a vision encoder, one clip if it has an audio encoder, then words, all with
+    loss.
 
     Everything is drawn beforehand, so that reading it costs no computation.
 
@@ -116,16 +156,21 @@ class SyntheticBatch:
         lengths = tuple(islice(cycle(lengths), num_samples))
         layouts: dict[str, tuple[Segment, ...]] = {}
         sequence: list[Segment] = []
-        self._image_size = 0
-        if config.model.encoders:
-            vision = read_part_config(config.model.encoders["vision"], "encoder", where="model")
-            self._image_size = vision.image_size
-            patches = vision.image_size // vision.patch_size
-            layouts["vision"] = (encoder_segment(vision, item=0, grid=(patches, patches)),)
-            sequence = [Segment(layouts["vision"][0].outputs, "vision")]
-        num_image_tokens = sum(segment.num_tokens for segment in sequence)
+        self._shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, part in config.model.encoders.items():
+            encoder = read_part_config(part, "encoder", where="model")
+            if encoder.model_type == "whisper":
+                frames = 2 * encoder.max_source_positions
+                grid: tuple[int, ...] = (frames,)
+                self._shapes[name] = "input_features", (1, encoder.num_mel_bins, frames)
+            else:
+                grid = (encoder.image_size // encoder.patch_size,) * 2
+                self._shapes[name] = "pixel_values", (1, 3, encoder.image_size, encoder.image_size)
+            layouts[name] = (encoder_segment(encoder, item=0, grid=grid),)
+            sequence.append(Segment(layouts[name][0].outputs, name))
+        num_entered = sum(segment.num_tokens for segment in sequence)
         # The first word predicts the second; with an image before it, it is itself predicted.
-        unpredicted = 0 if num_image_tokens else 1
+        unpredicted = 0 if num_entered else 1
         generator = torch.Generator().manual_seed(0)
         self.samples = tuple(
             Sample(
@@ -135,16 +180,15 @@ class SyntheticBatch:
             )
             for i, length in enumerate(lengths)
         )
-        self._features = [self._draw(num_image_tokens, length, generator) for length in lengths]
+        self._features = [self._draw(num_entered, length, generator) for length in lengths]
 
-    def _draw(self, num_image_tokens: int, num_text_tokens: int, generator: torch.Generator) -> dict[str, dict]:
+    def _draw(self, num_entered: int, num_text_tokens: int, generator: torch.Generator) -> dict[str, dict]:
         words = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_text_tokens,), generator=generator)
-        input_ids = torch.cat([torch.full((num_image_tokens,), IMAGE_TOKEN), words])
-        labels = torch.cat([torch.full((num_image_tokens,), -100), words])
+        input_ids = torch.cat([torch.full((num_entered,), IMAGE_TOKEN), words])
+        labels = torch.cat([torch.full((num_entered,), -100), words])
         features = {"language_model": {"input_ids": input_ids, "labels": labels}}
-        if num_image_tokens:
-            size = (1, 3, self._image_size, self._image_size)
-            features["vision"] = {"pixel_values": torch.randn(size, generator=generator)}
+        for name, (key, shape) in self._shapes.items():
+            features[name] = {key: torch.randn(shape, generator=generator)}
         return features
 
     def features(self, module: str, sample: int) -> dict[str, Tensor]:

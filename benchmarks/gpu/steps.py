@@ -67,6 +67,7 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
     kernels = ("test_tasks.py",) if rehearsal else ("test_flash_on_gpu.py", "-n", "6")
     # Elsewhere a rehearsal shows the lines, and the file itself the rest.
     fused = "families and (llama or phi3)" if rehearsal else "families or precision"
+    float8 = "products or (precision and llama)" if rehearsal else "products or precision or fused"
     shapes = ("--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1")
     shapes = shapes if rehearsal else ("--lengths", "8192", "--heads", "32:8", "--repetitions", "5")
     reports = (("MOTET_REPORTS", str(output.parent)),)
@@ -83,9 +84,10 @@ def _for_one(device: str, rehearsal: bool, output: Path) -> list[Step]:
         Step("recovery", _tests("tests/gpu/test_recovery_on_one_gpu.py", "-s"), 120, on_device),
         Step("packed attention", _tests("tests/parallel/test_packed_attention.py", "-k", "dense"), 90, on_device),
         Step("fused kernels", _tests("tests/parallel/test_fused_kernels.py", "-k", fused), 90, on_device),
+        Step("float8 linears", _tests("tests/parallel/test_float8_linears.py", "-k", float8), 45, on_device),
         Step("measure", ("-m", "benchmarks.gpu.measure", "--device", device, *tiny), 150, alone=True),
         Step("attention", ("-m", "benchmarks.attention_kernels", *shapes), 60, reports, alone=True),
-        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 140, alone=True),
+        Step("stage variants", ("-m", "benchmarks.gpu.stage_variants", "--device", device, *tiny), 165, alone=True),
     ]
 
 

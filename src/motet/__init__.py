@@ -6,7 +6,7 @@ Names are loaded when they are first used, so that planning and simulating never
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from motet.optional_packages import declare_operators_for_cpu
+from motet.optional_packages import declare_operators_for_cpu, silence_torchao
 
 if TYPE_CHECKING:
     from motet.api import Prediction as Prediction
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 declare_operators_for_cpu()
+silence_torchao()
 
 _MODULE_OF = {
     "CaptionDecoder": "motet.models.contrastive",

@@ -1,10 +1,14 @@
-"""Packages that processors of some models need, and that are installed with motet's extra `multimodal` alone.
+"""Packages that are installed with an extra of motet alone, and that transformers imports where it finds them.
 
 torchvision's wheels on the package index are built for CUDA. Beside a torch for CPUs their operators cannot be loaded,
 and then neither torchvision nor transformers can be imported, though processors need none of those operators. So their
 names are declared before torchvision is imported by whom it may be (`declare_operators_for_cpu`).
+
+torchao warns of each of its libraries that cannot be loaded, as those for GPUs beside a torch for CPUs, and of names of
+torch that have become old. Neither is a user's to mend, and every process would say it (`silence_torchao`).
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -23,7 +27,8 @@ PACKAGES = {
     "mistral_common": "mistral-common",
     "timm": "timm",
 }
-"""Names on the package index, by the name under which a package is imported."""
+"""Packages that processors of some models need: names on the package index, by the name under which each is
+imported."""
 
 OPERATORS = ("nms", "qnms")
 """Operators that torchvision describes when it is imported, even if it could not load them."""
@@ -56,6 +61,12 @@ def declare_operators_for_cpu() -> None:
     """From now on torchvision can be imported beside a torch for CPUs. Imports nothing itself."""
     if "torchvision" not in sys.modules:
         sys.meta_path.insert(0, _Declaring())
+
+
+def silence_torchao() -> None:
+    """From now on torchao can be imported without warnings. Imports nothing itself."""
+    logging.getLogger("torchao").addHandler(logging.NullHandler())
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in str(record.msg))
 
 
 def _declare(version: Path) -> None:

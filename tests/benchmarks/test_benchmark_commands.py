@@ -30,6 +30,7 @@ COMMANDS = {
     "distmm_pipe": "--width 32 --num-microbatches 2 --microbatch-size 2 --blocks 1 --steps-per-block 1",
     "drawing": "--seeds 0 --images 2 --questions 4 --set train.steps=2 --set train.checkpoint_every=2 "
     "--set data.num_train=64 --set train.warmup_steps=0",
+    "expert_families": f"{ENGINE} --samples 4 --tokens 8",
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
     "generator_ratio": f"{ENGINE} --repetitions 1 --costs costs.json",
@@ -53,6 +54,7 @@ COMMANDS = {
     "structure": "--no-training",
     "templates": "--runs 1 --problems 3",
     "three_towers": "--rounds 1",
+    "with_and_without": "--blocks 1 --steps 1 --layers 2 --width 128 --repetitions 1",
     "zero_bubble": "--blocks 1 --steps 2 --layers 4 --width 64 --microbatches 10 --samples 1 --tokens 8",
 }
 CHAOS_TRIAL = {

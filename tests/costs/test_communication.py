@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from motet.cluster import LINKS, cpu_cluster
-from motet.costs.communication import BUCKET_BYTES, all_reduce_seconds, fit_link, message_link
+from motet.costs.communication import (
+    BUCKET_BYTES,
+    all_reduce_seconds,
+    collective_seconds,
+    fit_link,
+    message_link,
+    with_measured_links,
+)
 from motet.costs.cost_model import CostTable, LinkCost
 
 ANALYTIC = CostTable(modules={}, source="analytic", hardware="", date="")
@@ -14,6 +21,7 @@ MEASURED = replace(
     ANALYTIC,
     message=LinkCost(latency_s=1e-3, bytes_per_s=1e6),
     all_reduce=LinkCost(latency_s=2e-3, bytes_per_s=1e6),
+    collectives={"all_gather": LinkCost(latency_s=3e-3, bytes_per_s=1e6)},
 )
 
 
@@ -32,6 +40,23 @@ def test_ring_all_reduce():
     # What was measured is an all-reduce of two ranks.
     assert all_reduce_seconds(MEASURED, cluster, (0, 1), 1e6) == pytest.approx(2e-3 + 1)
     assert all_reduce_seconds(MEASURED, cluster, (0, 1, 2, 3), 1e6) == pytest.approx(6e-3 + 1.5)
+
+
+def test_measured_collectives_stand_for_larger_groups_of_a_node():
+    """What was measured is a gather of two ranks: one step, with half of the bytes."""
+    cluster = with_measured_links(cpu_cluster(8), MEASURED)
+    assert collective_seconds(cluster, "all_gather", (0, 1), 1e6) == pytest.approx(3e-3 + 1)
+    assert collective_seconds(cluster, "all_gather", (0, 1, 2, 3), 1e6) == pytest.approx(3 * 3e-3 + 1.5)
+    # Others go over the measured link of messages, and without measurements over the catalogue's.
+    assert collective_seconds(cluster, "reduce_scatter", (0, 1), 1e6) == pytest.approx(1e-3 + 0.5)
+    without = with_measured_links(cpu_cluster(8), ANALYTIC)
+    assert collective_seconds(without, "all_gather", (0, 1), 1e6) == pytest.approx(
+        LINK.latency_s + 0.5e6 / LINK.bytes_per_s
+    )
+    two_nodes = replace(cluster, devices_per_node=1)
+    assert collective_seconds(two_nodes, "all_gather", (0, 1), 1e6) == pytest.approx(
+        LINK.latency_s + 0.5e6 / LINK.bytes_per_s
+    )
 
 
 def test_every_bucket_pays_the_latency():

@@ -21,11 +21,11 @@ from bound_costs import (
     unlike_stages,
 )
 
-from motet.cluster import LINKS, Link, cpu_cluster
+from motet.cluster import LINKS, Link, cluster_from_dict, cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import Load
 from motet.costs.memory import MemoryOptions
-from motet.plan import Edge, Replica
+from motet.plan import ContextOptions, Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
@@ -211,6 +211,76 @@ def test_fully_sharded_ranks_gather_parameters_and_update_a_share():
         assert sharded.compute_s(action) - whole.compute_s(action) == pytest.approx(times * gather)
     num_updated = sum(layer.num_parameters for layer in TEXT.layers)
     assert whole.fixed_s - sharded.fixed_s == pytest.approx(TABLE.optimizer_s_per_parameter * num_updated / 2)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_slow"), [(1e9, False), (1e2, True)])
+def test_a_block_is_gathered_while_the_one_before_it_computes(bytes_per_s, is_slow):
+    """Two blocks: in a forward the second one's gather is hidden, in a backward the first one's. On a CPU none is."""
+    cluster = cluster_from_dict({"num_devices": 2, "device": "h100", "devices_per_node": 2})
+    link = Link(name="given", latency_s=0.001, bytes_per_s=bytes_per_s)
+    cluster, on_cpu = (replace(c, within_node=link) for c in (cluster, cpu_cluster(2)))
+    whole, sharded, of_cpu = (
+        bind(two_replicas(fully_sharded=given), LONG, cluster=each)
+        for given, each in ((False, cluster), (True, cluster), (True, on_cpu))
+    )
+    gathers = [link.latency_s + layer.num_parameters * 4 / 2 / link.bytes_per_s for layer in TEXT.layers]
+    assert [layer.part for layer in TEXT.layers] == ["embed", "block", "block", "head"]
+    assert (gathers[1] > 110) is is_slow
+    for kind, times, hidden_s, computing_s in (
+        (Kind.FORWARD, 1, gathers[2], 1),
+        (Kind.BACKWARD, 2, gathers[1], 110),
+        (Kind.INPUT, 1, gathers[1], 10),
+        (Kind.WEIGHT, 1, 0, 0),
+    ):
+        action = Compute(kind, CELL)
+        all_s = times * sum(gathers)
+        added_s = sharded.compute_s(action) - whole.compute_s(action)
+        assert added_s == pytest.approx(all_s - min(hidden_s, computing_s))
+        assert sharded.group_communication_s(action) == pytest.approx(added_s)
+        assert of_cpu.compute_s(action) - whole.compute_s(action) == pytest.approx(all_s)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e12, 1e6])
+def test_attention_hides_the_keys_that_travel_meanwhile(bytes_per_s):
+    """A ring of four hides all hops of a forward but for what takes longer than three quarters of the attention;
+    gathers in two portions hide one; what is traded for heads is waited for."""
+    link = Link(name="given", latency_s=1e-9, bytes_per_s=bytes_per_s)
+    cluster = replace(cluster_from_dict({"num_devices": 4, "device": "h100"}), within_node=link)
+    attention = TEXT.layers[1].attention
+    exposed = {}
+    for method in ("ring", "all_gather", "ulysses"):
+        plan = cut_plan(cp_size=4)
+        text = replace(plan.modules["text"], context=ContextOptions(method=method))
+        table = analytic_table({"text": TEXT}, cluster)
+        costs = bind(replace(plan, modules={"text": text}), LONG, cluster=cluster, table=table)
+        load = costs.load(CELL).share(4)
+        layer = table.of("text", 1).layers[1]
+        keys_bytes = 2 * attention.num_key_value_heads * attention.head_dim * 4 * load.tokens * 4
+        # Results and gradients of queries are added up in float32, for each of the three hops.
+        num_bytes = 3 * 12 * attention.num_heads * attention.head_dim * load.tokens
+        device = cluster.device
+        sums_s = num_bytes / device.memory_bytes_per_s / device.memory_efficiency if method == "ring" else 0.0
+        pass_s = 3 * link.latency_s + 0.75 * keys_bytes / link.bytes_per_s
+        for kind, cost in ((Kind.FORWARD, layer.forward), (Kind.INPUT, layer.input_gradient)):
+            attention_s = cost.per_pair * load.pairs + cost.per_token_squared * load.tokens_squared
+            assert attention_s > 0
+            passes = 1 if kind is Kind.FORWARD else 2
+            if method == "ring":
+                hidden_s = min((passes if passes == 1 else 1.75) * pass_s, 0.75 * attention_s)
+            else:
+                hidden_s = min(passes * pass_s / 2, attention_s / 2)
+            found = costs.group_communication_s(Compute(kind, CELL))
+            exposed[method, kind] = found
+            if method != "ulysses":
+                assert found == pytest.approx(2 * (passes * pass_s - hidden_s + sums_s))
+
+
+def two_replicas(*, fully_sharded):
+    plan = cut_plan()
+    text = plan.modules["text"]
+    replicas = tuple(Replica(stages=(stage_on((0, 4), rank),)) for rank in (0, 1))
+    shared = {"fully_sharded": True, "sharded_replicas": 2} if fully_sharded else {}
+    return replace(plan, modules={"text": replace(text, replicas=replicas, **shared)}, num_microbatches=2)
 
 
 @pytest.mark.parametrize(

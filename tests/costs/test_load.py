@@ -9,6 +9,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import Load, microbatch_load, sample_loads
+from motet.families.capabilities import packed_by_sample
 from motet.families.shape_reading.module_shapes import module_workload
 
 WORKLOADS = {name: module_workload(EVERY_MODEL[name][0]) for name in ("siglip", "llama", "mllama")}
@@ -53,6 +54,10 @@ def test_loads_of_padded_and_packed_sequences():
     )
     assert microbatch_load(packed, "m", samples) == Load(
         tokens=10, pairs=100, sequences=2, outputs=4, tokens_squared=100
+    )
+    by_sample = packed_by_sample(packed, "auto")
+    assert microbatch_load(by_sample, "m", samples) == Load(
+        tokens=10, pairs=16 + 36, sequences=2, outputs=4, tokens_squared=100
     )
 
 

@@ -15,10 +15,12 @@ from tiny_configs import EVERY_MODEL
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.families.capabilities import packed_by_sample
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
+from motet.parallel.float8_linears import use_float8_linears
 from motet.parallel.fused_kernels import use_fused_kernels
 from motet.parallel.saved_tensors import save_less
 from motet.parallel.split_backward import make_splittable
@@ -124,6 +126,33 @@ def test_fused_kernels_keep_their_inputs_alone(name, weight_gradient):
     predicted = predicted_bytes(name, samples, weight_gradient=weight_gradient, dtype="fused")
     assert predicted == pytest.approx(measured, rel=0.2)
     assert predicted < 0.93 * predicted_bytes(name, samples, weight_gradient=weight_gradient)
+
+
+@pytest.mark.parametrize("name", ["llama", *in_campaigns(["qwen3", "gemma3", "phi3", "siglip", "dinov2", "whisper"])])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float8_linears_keep_what_plain_ones_keep(name, dtype):
+    stage, samples = block_stage(name, dtype)
+    assert use_float8_linears(stage.running_blocks.values(), torch.device("cpu")) >= 8
+    (measured,) = measured_bytes(stage, torch.randn(stage.input_shape(samples)), samples, dtype=dtype)
+    assert predicted_bytes(name, samples, dtype=dtype) == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_samples_keep_what_is_predicted(dtype):
+    """Each attends to itself: there is no mask of tokens x tokens."""
+    config, model_class = copy.deepcopy(EVERY_MODEL["llama"])
+    config._attn_implementation = "sdpa"
+    stage = LanguageModelStage("m", model_class(config).to(getattr(torch, dtype)), (1, 3), packing=True)
+    stage.attend_by_sample("auto")
+    samples = [Sample(str(i), {"m": (Segment(length),)}) for i, length in enumerate((96, 31, 7, 58))]
+    _, second = measured_bytes(stage, torch.randn(stage.input_shape(samples)), samples, dtype=dtype, num_microbatches=2)
+    workload = packed_by_sample(module_workload(config, packing=True), "auto")
+    load = microbatch_load(workload, "m", samples)
+    gradients = {"input_gradient": True, "weight_gradient": True}
+    predicted = sum(
+        saved_layer_bytes(layer, load, **gradients, tp_size=1, options=OPTIONS[dtype]) for layer in workload.layers[1:3]
+    )
+    assert predicted == pytest.approx(second, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["llama", "siglip"])

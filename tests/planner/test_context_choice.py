@@ -13,8 +13,10 @@ from motet.cluster import cluster_from_dict
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
+from motet.costs.stage_seconds import HEAD_GROUPS
 from motet.errors import UserError
 from motet.families.shape_reading.module_shapes import module_workload
+from motet.parallel.context.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
@@ -60,28 +62,53 @@ def test_it_is_chosen_where_one_long_sequence_is_all_there_is():
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
 
 
-def test_tokens_are_traded_for_heads_where_that_sends_less():
-    """Without grouped heads a group of four sends half as much; with two heads of keys it cannot trade."""
-    grouped = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
-    workload = module_workload({**TEXT, "num_key_value_heads": 4})
-    module = replace(grouped.modules[LM], workload=workload)
-    table = analytic_table({LM: workload}, grouped.cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1,))
-    problem = replace(grouped, modules={LM: module}, table=table)
+@pytest.mark.parametrize(
+    ("num_key_value_heads", "bytes_per_s", "method"),
+    [(4, 5e9, "ulysses"), (2, 5e9, "hybrid"), (1, 5e9, "ring"), (4, 3e11, "ring")],
+)
+def test_the_exchange_of_keys_is_the_one_that_is_waited_for_least(num_key_value_heads, bytes_per_s, method):
+    """A group of four. Over a slow link trades for heads send least, among as many as there are heads of keys; over a
+    fast one attention hides the hops of a ring."""
+    problem = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
+    link = replace(problem.cluster.within_node, bytes_per_s=bytes_per_s)
+    cluster = replace(problem.cluster, within_node=link)
+    workload = module_workload({**TEXT, "num_key_value_heads": num_key_value_heads})
+    module = replace(problem.modules[LM], workload=workload)
+    table = analytic_table({LM: workload}, cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1,))
+    problem = replace(problem, modules={LM: module}, table=table, cluster=cluster)
     plan = choose(problem).evaluation.plan
-    assert plan.modules[LM].context.method == "ulysses"
+    context = plan.modules[LM].context
+    assert context.method == method
+    assert context.ulysses_size == 2
     gathered = replace(plan, modules={LM: replace(plan.modules[LM], context=ContextOptions())})
-    assert evaluate(problem, plan).iteration_time_s < evaluate(problem, gathered).iteration_time_s
-    assert choose(grouped).evaluation.plan.modules[LM].context.method == "all_gather"
+    seconds = {
+        variant.modules[LM].context.method: evaluate(problem, variant).iteration_time_s
+        for variant in (gathered, *context_variants(problem, gathered))
+    }
+    assert min(seconds, key=seconds.__getitem__) == method
+
+
+def test_costs_know_the_portions_in_which_keys_are_gathered():
+    assert ContextParallel.head_groups == HEAD_GROUPS
+
+
+def test_traders_are_as_many_as_heads_allow():
+    """Two heads of keys, on a node of four."""
+    problem = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
+    plan = layout_plan(problem, next(iter(own_layouts(problem, ("1f1b",)))))
+    contexts = [variant.modules[LM].context for variant in context_variants(problem, plan)]
+    assert [(context.method, context.ulysses_size) for context in contexts] == [("hybrid", 2), ("ring", 2)]
 
 
 def test_hybrid_plans_trade_within_nodes():
     problem = text_problem(words=65536, num_samples=1, tp_sizes=(1,), allowed=(4,), num_devices=4)
     two_nodes = replace(problem, cluster=replace(problem.cluster, devices_per_node=2))
     plan = layout_plan(two_nodes, next(iter(own_layouts(two_nodes, ("1f1b",)))))
-    (hybrid,) = context_variants(two_nodes, plan)
+    hybrid, ring = context_variants(two_nodes, plan)
     context = hybrid.modules[LM].context
     assert (context.method, context.ulysses_size) == ("hybrid", 2)
     assert evaluate(two_nodes, hybrid).iteration_time_s > 0
+    assert (ring.modules[LM].context.method, ring.modules[LM].context.policy) == ("ring", "zigzag")
 
 
 def test_it_is_not_where_there_are_many_short_ones():

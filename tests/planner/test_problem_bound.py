@@ -12,12 +12,15 @@ from sampling import in_campaigns
 from small_problem import small_problem, with_memory
 
 from motet.balancing.policies import ASSIGNMENTS
+from motet.cluster import LINKS
+from motet.cluster.rank_placement import replicas_side_by_side
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan
+from motet.planner.layouts.own_layouts import chains
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
@@ -125,7 +128,10 @@ def test_no_drawn_plan_under_any_schedule_is_faster(num_draws):
     num_tried = 0
     for seed in range(num_draws):
         rng = Random(seed)
-        problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([2, 4]), dp_sizes=(1, 2))
+        problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([1, 2, 4]), dp_sizes=(1, 2))
+        # Two nodes, and replicas that gather new parameters.
+        cluster = replace(problem.cluster, devices_per_node=2, between_nodes=LINKS["ethernet10"])
+        problem = replace(problem, cluster=cluster, memory=replace(problem.memory, zero1=rng.random() < 0.5))
         bound = problem_lower_bound_s(problem)
         for _ in range(2):
             layout = draw_layout(rng, problem)
@@ -230,6 +236,39 @@ def test_one_microbatch_a_replica_and_no_pipeline_is_met_exactly(num_devices):
     evaluation = evaluate(problem, layout_plan(problem, layout))
     reduce_s = sum(s.end - s.start for s in evaluation.result.timeline.spans if s.kind == "reduce" and s.rank == 0)
     assert problem_lower_bound_s(problem) == pytest.approx(evaluation.iteration_time_s - reduce_s, rel=1e-6)
+
+
+def test_gathers_of_new_parameters_count_at_the_best_placement():
+    """Two replicas: side by side on a node, or on two nodes."""
+    problem = small_problem(num_devices=4, encoders=(), frozen=(), dp_sizes=(2,))
+    cluster = replace(problem.cluster, devices_per_node=2, between_nodes=LINKS["ethernet10"])
+    problem = replace(problem, cluster=cluster, memory=replace(problem.memory, zero1=True))
+    gathered, without = problem_lower_bound_s(problem), problem_lower_bound_s(problem, gathers=False)
+    layout = layout_plan(problem, next(chains(problem, 1)))
+    within = evaluate(problem, replicas_side_by_side(layout, 2)).result.time_shares.means_s()["gather"]
+    across = evaluate(problem, layout).result.time_shares.means_s()["gather"]
+    assert without < gathered
+    assert gathered - without <= within < across
+    # Equal parts on two groups: what the bound counts, but for the latency.
+    assert gathered - without > 0.5 * within
+
+
+def test_ranks_that_a_single_microbatch_cannot_occupy_wait():
+    """One microbatch on four ranks: all but one of them at any time, until weight gradients can fill them."""
+    problem = small_problem(num_devices=4, encoders=(), frozen=(), num_microbatches=1)
+    problem = replace(problem, samples=(small.sample(0, image=False, sound=False, words=400),))
+    times = problem.estimator.layer_times("language_model")
+    forward, backward, weight = (
+        sum(getattr(time, part) for time in times) for part in ("forward_s", "backward_s", "weight_s")
+    )
+    bound = problem_lower_bound_s(problem)
+    # The rows of all but one wait through the forward; then weight gradients fill what input gradients leave.
+    least = max(forward + backward - weight, (forward + backward + 3 * forward) / 4)
+    assert bound >= least
+    frozen = replace(problem, modules={n: replace(m, trainable=((0, 1),)) for n, m in problem.modules.items()})
+    assert (
+        problem_lower_bound_s(frozen) <= evaluate(frozen, layout_plan(frozen, next(chains(frozen, 1)))).iteration_time_s
+    )
 
 
 def test_pigeonholes_tell_of_one_layer_too_many():

@@ -8,7 +8,7 @@ from drawing import draw_problem
 from small_problem import small_problem
 
 from motet.cluster import LINKS
-from motet.cluster.rank_placement import on_nodes
+from motet.cluster.rank_placement import on_nodes, replicas_side_by_side
 from motet.costs.communication import collective_seconds
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import build_plan
@@ -104,3 +104,35 @@ def test_groups_on_two_nodes_pay_for_the_network():
     backward = Compute(Kind.BACKWARD, forward.cell)
     assert far.costs.compute_s(backward) > near.costs.compute_s(backward)
     assert far.iteration_time_s > near.iteration_time_s
+
+
+def test_replicas_side_by_side_sum_and_gather_faster():
+    problem = on_two_nodes(8, encoders=(), frozen=())
+    problem = replace(problem, memory=replace(problem.memory, zero1=True))
+    plan = build_plan(problem, {"language_model": Degrees(pp=4, dp=2)})
+    placed = replicas_side_by_side(plan, problem.cluster.devices_per_node)
+    ranks = [[stage.ranks for stage in replica.stages] for replica in placed.modules["language_model"].replicas]
+    assert ranks == [[(0,), (2,), (4,), (6,)], [(1,), (3,), (5,), (7,)]]
+    before, after = evaluate(problem, plan), evaluate(problem, placed)
+    assert after.result.time_shares.means_s()["gather"] < before.result.time_shares.means_s()["gather"]
+    assert after.iteration_time_s < before.iteration_time_s
+    assert replicas_side_by_side(placed, problem.cluster.devices_per_node) == placed
+
+
+def test_side_by_side_renumbers_drawn_plans_and_divides_no_more_groups():
+    changed = 0
+    for seed in range(100):
+        plan = draw_problem(Random(seed)).plan
+        for size in (2, 4):
+            result = replicas_side_by_side(plan, size)
+            assert num_divided(result, size) <= num_divided(plan, size)
+            pairs = [
+                pair
+                for (*_, ours), (*_, theirs) in zip(plan.stages(), result.stages(), strict=True)
+                for pair in zip(ours.ranks, theirs.ranks, strict=True)
+            ]
+            number = dict(pairs)
+            assert all(number[rank] == other for rank, other in pairs), seed
+            assert sorted(number.values()) == sorted(number)
+            changed += result != plan
+    assert changed > 10

@@ -31,11 +31,17 @@ def wait_for(is_over: Callable[[], bool]) -> None:
 
 
 def test_stopped_children_end_with_the_block() -> None:
+    """And no descriptor of theirs is left, whoever still refers to them, as a traceback may."""
+    before = {*os.listdir("/proc/self/fd")}
     with Children() as children:
         child = children.start(signal.pause)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGSTOP)
-    assert child.exitcode == -signal.SIGKILL
+        number = child.pid
+        assert number is not None
+        os.kill(number, signal.SIGSTOP)
+    assert not Path(f"/proc/{number}").exists()
+    assert {*os.listdir("/proc/self/fd")} <= before
+    with pytest.raises(ValueError, match="closed"):
+        child.is_alive()
 
 
 def start_family(told: Connection) -> None:

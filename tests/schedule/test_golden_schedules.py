@@ -55,6 +55,7 @@ GOLDEN_OF = {
     "zero_bubble_v": ["v_4x8", "v_2x3_after_vision"],
     "eager_1f1b": ["chain_4x8", "missing_modalities_x8"],
     "bubble_filling": ["colocated_2x4"],
+    "critical_path": ["chain_4x8", "colocated_2x4"],
     "dip": ["colocated_2x4", "missing_modalities_x8"],
 }
 PAIRS = [(generator, case) for generator, cases in GOLDEN_OF.items() for case in cases]

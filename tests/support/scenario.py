@@ -104,6 +104,7 @@ class Scenario:
     compiles: bool = False
     """Whether blocks are compiled, with a backend that computes as they do."""
     kernels: str = "torch"
+    linears: str = "torch"
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -148,6 +149,7 @@ class Scenario:
                     "compile": "blocks" if self.compiles else "nothing",
                     "compile_backend": "aot_eager",
                     "kernels": self.kernels,
+                    "linears": self.linears,
                 },
             }
         )

@@ -119,10 +119,9 @@ def config_for(trial: WildTrial, output: Path) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def survives(trial: WildTrial, fired: tuple[Kill, ...], plan: Plan) -> bool:
-    """Whether nodes that were not lost have held each layer since the beginning, where losses are close together; or
+def survives(lost: set[int], plan: Plan) -> bool:
+    """Whether nodes that were not `lost` have held each layer since the beginning, where losses are close together; or
     fewer were lost than are tolerated."""
-    lost = {kill.node for kill in fired if kill.hits_node}
     if len(lost) <= 1:
         return True
     held = {
@@ -146,6 +145,8 @@ class WildOutcome:
     """Without a checkpoint."""
     joined: bool
     """Whether a node that came later was counted in."""
+    num_starved: int
+    """Nodes that were lost although nobody hit them: the machine was too busy for `DETECT_S`."""
     max_loss_error: float
     seconds: float
 
@@ -217,13 +218,15 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     assert not {kind for kind, _ in changes} & {"refused", "clock"}, (trial, log)
     joined = any(kind == "joined" for kind, _ in changes)
     went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
-    lives = survives(trial, fired, plan)
+    hit = {kill.node for kill in fired if kill.hits_node}
+    lost = {change["node"] for line in log for change in line["changes"] if change["kind"] == "lost"}
+    lives = survives(hit | lost, plan)
     store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
     if lives and not store_was_lost:
         assert went_on, (trial, fired, log)
     assert (result is None) == any(kill.how in OF_LAUNCHERS for kill in fired), (trial, log)
     killed = tuple(f"{kill.how} in {kill.phase}" for kill in fired)
-    return WildOutcome(trial, killed, lives, went_on, joined, error, seconds)
+    return WildOutcome(trial, killed, lives, went_on, joined, len(lost - hit), error, seconds)
 
 
 def train_apart(

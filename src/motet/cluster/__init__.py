@@ -99,6 +99,8 @@ class Cluster:
     """Through one network card."""
     nics_per_node: int | None = None
     """Network cards of a node, shared by its devices; None: one for each device."""
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+    """Measured collectives of two devices of a node, by name: seconds as a function of the bytes of a whole tensor."""
 
     @property
     def num_nodes(self) -> int:
@@ -150,7 +152,7 @@ def cluster_from_dict(
     `devices`, `links`: entries of the user's, by name, which go before the catalogue's.
     Raises `UserError` naming the key.
     """
-    known = [f.name for f in fields(Cluster)]
+    known = [f.name for f in fields(Cluster) if f.name != "collectives"]
     for key in values:
         if key not in known:
             raise UserError(f"cluster: {key} is not known; known are {', '.join(known)}")

@@ -1,9 +1,16 @@
-"""Renumbers ranks so that groups which fit on one node lie on one node: tensor parallelism across nodes is slow.
+"""Renumbers ranks: groups that fit on one node lie on one node (`on_nodes`), or replicas' equal stages lie side by side
+(`replicas_side_by_side`).
+
+Tensor parallelism across nodes is slow.
 
 Planners number ranks in the order in which they lay out modules, so that an encoder on one device shifts every later
 group across the borders of the nodes. Where this happens, larger groups are numbered first: sizes that divide each
 other and the node's size then all lie within nodes. The order of groups of one size is kept, so neighbouring stages
 stay neighbours.
+
+Planners number the ranks of one replica after those of another. Where several groups have room on a node, those of
+equal stages can lie there instead, one for each replica: gradients and new parameters then travel within nodes first,
+and messages between stages travel between nodes.
 
 Limits: plans whose groups overlap partly are left unchanged, as are sizes for which this does not help.
 """
@@ -29,6 +36,24 @@ def on_nodes(plan: Plan, devices_per_node: int) -> Plan:
     number = {rank: i for i, rank in enumerate(rank for ranks in in_order for rank in sorted(ranks))}
     after = _num_divided((tuple(number[rank] for rank in ranks) for ranks in units), devices_per_node)
     return _renumbered(plan, number) if after < before else plan
+
+
+def replicas_side_by_side(plan: Plan, devices_per_node: int) -> Plan:
+    """The same plan, with ranks renumbered so that groups of equal stages follow one another, replica by replica; the
+    plan itself if that divides more groups among nodes, or if some groups overlap partly."""
+    units = _largest({stage.ranks for _, _, _, stage in plan.stages()})
+    if units is None:
+        return plan
+    owner = {rank: unit for unit in units for rank in unit}
+    place: dict[Group, tuple[int, int, int]] = {}
+    for m, module in enumerate(plan.modules.values()):
+        for r, replica in enumerate(module.replicas):
+            for s, stage in enumerate(replica.stages):
+                place.setdefault(owner[stage.ranks[0]], (m, s, r))
+    in_order = sorted(units, key=lambda ranks: (-len(ranks), place[ranks]))
+    number = {rank: i for i, rank in enumerate(rank for ranks in in_order for rank in sorted(ranks))}
+    after = _num_divided((tuple(number[rank] for rank in ranks) for ranks in units), devices_per_node)
+    return _renumbered(plan, number) if after <= _num_divided(units, devices_per_node) else plan
 
 
 def _largest(groups: Iterable[Group]) -> list[Group] | None:

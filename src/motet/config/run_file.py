@@ -212,6 +212,9 @@ class TrainConfig(Section):
     kernels: Literal["torch", "liger"] = "torch"
     """Kernels of root-mean-square norms, rotary positions and gated MLPs. `liger`: each is one kernel of the package
     liger-kernel (docs/gpu.md), which needs a GPU, and float32 or bfloat16."""
+    linears: Literal["torch", "float8"] = "torch"
+    """Linear layers of transformer blocks. `float8`: those that are trained multiply numbers of 8 bits, by the package
+    torchao (docs/gpu.md), which needs bfloat16 and a GPU of compute capability 9.0 (H100) or later. CPUs emulate it."""
     seed: CountOrNever = 0
     """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0
@@ -417,8 +420,6 @@ class RunConfig(Section):
         key = "model.language_model.router_bias_update_rate"
         if not part.train.module:
             raise ValueError(f"{key}: is {part.router_bias_update_rate}, but the model is frozen; set it to 0")
-        if self.train.failures is not None:
-            raise ValueError(f"{key}: is not supported with train.failures; leave one of the two out")
 
     def _check_towers(self) -> None:
         size, whole = self.train.contrastive_batch_size, self.train.global_batch_size

@@ -13,12 +13,15 @@ Between nodes an all-reduce goes through a ring or, where that has less latency,
 Groups of the same kind on the same nodes (one for each tensor-parallel rank, for example) communicate at the same time
 and share the network cards of a node.
 
+Where a profile has measured a collective of two ranks of a node, larger groups within a node are rings of such steps
+(`with_measured_links`).
+
 Limits: no reduction in switches; groups that fill their nodes unequally count as rings.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
 from typing import Literal
 
@@ -65,6 +68,11 @@ def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[i
     members = tuple(dict.fromkeys(ranks))
     if len(members) < 2:
         return NOTHING
+    measured = cluster.collectives.get(collective)
+    if measured is not None and len({cluster.node(rank) for rank in members}) == 1:
+        # Two ranks take one step with half of the bytes.
+        num_steps = len(members) - 1
+        return Terms(num_steps * measured.latency_s, measured.bytes_per_s * len(members) / num_steps / 2, "ring")
     choices = [ring_terms(cluster, collective, members)]
     tree = tree_terms(cluster, collective, members)
     if tree is not None:
@@ -78,6 +86,19 @@ def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[i
 def collective_seconds(cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float) -> float:
     """`num_bytes`: of one rank's whole tensor."""
     return collective_terms(cluster, collective, ranks, num_bytes).seconds(num_bytes) if num_bytes else 0.0
+
+
+def gather_s_per_byte(cluster: Cluster, num_ranks: int, most_in_node: int) -> float:
+    """Least seconds per byte of an all-gather over so many ranks, wherever they are, but at most so many of them on a
+    node."""
+    if num_ranks < 2:
+        return 0.0
+    fastest = 0.0
+    # How the ranks are divided among nodes matters only by the most on a node, and by whether all nodes have as many.
+    for in_node in range(1, min(num_ranks, most_in_node) + 1):
+        ranks = [i // in_node * cluster.devices_per_node + i % in_node for i in range(num_ranks)]
+        fastest = max(fastest, collective_terms(cluster, "all_gather", ranks).bytes_per_s)
+    return 1 / fastest
 
 
 def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms:
@@ -141,6 +162,14 @@ BUCKET_BYTES = 25 * 2**20
 def message_link(table: CostTable, cluster: Cluster, sender: int, receiver: int) -> Link | LinkCost:
     """The link that messages between these ranks take; a measured one stands for all of the cluster's."""
     return table.message or cluster.link(sender, receiver)
+
+
+def with_measured_links(cluster: Cluster, table: CostTable) -> Cluster:
+    """The cluster with the links that the table measured between ranks of a node."""
+    links = {name: Link(name=name, **asdict(link)) for name, link in table.collectives.items()}
+    if table.message is None:
+        return replace(cluster, collectives=links)
+    return replace(cluster, within_node=Link(name="measured", **asdict(table.message)), collectives=links)
 
 
 def all_reduce_seconds(table: CostTable, cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:

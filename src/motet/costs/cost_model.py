@@ -329,6 +329,8 @@ class CostTable:
     message: LinkCost | None = None
     """Measured; None: the cluster's links count."""
     all_reduce: LinkCost | None = None
+    collectives: Mapping[str, LinkCost] = field(default_factory=dict)
+    """Other measured collectives of two ranks, by name; bytes are those of a whole tensor."""
     optimizer_constant_s: float = 0.0
     """Time of an iteration beside its actions, independent of the model."""
     optimizer_s_per_parameter: float = 0.0
@@ -384,6 +386,7 @@ class CostTable:
             }
         for key in ("message", "all_reduce"):
             values[key] = None if values[key] is None else LinkCost(**values[key])
+        values["collectives"] = {name: LinkCost(**link) for name, link in values.get("collectives", {}).items()}
         return CostTable(**values)
 
 

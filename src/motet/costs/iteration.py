@@ -21,7 +21,7 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells, LayerGradients, gradients_of_plan
-from motet.costs.communication import all_reduce_seconds, collective_seconds, message_link
+from motet.costs.communication import all_reduce_seconds, collective_seconds, message_link, with_measured_links
 from motet.costs.cost_model import CostTable, Load, Quadratic
 from motet.costs.memory import (
     DEFAULT_MEMORY,
@@ -84,7 +84,7 @@ class IterationCosts:
         replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
-        self.workloads, self.table, self.cluster = workloads, table, cluster
+        self.workloads, self.table, self.cluster = workloads, table, with_measured_links(cluster, table)
         self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
@@ -142,7 +142,8 @@ class IterationCosts:
     def group_communication_s(self, action: Compute) -> float:
         """The part of `compute_s` in which the stage's ranks exchange tensors, computed from the links."""
         number = self.routes.number_of_cell[action.cell]
-        return min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action))
+        # What is wholly hidden may be a rounding error below zero.
+        return max(0.0, min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action)))
 
     @cached_property
     def _exchanging(self) -> list[list[float]]:
@@ -153,7 +154,7 @@ class IterationCosts:
         return self._by_action(self._stages.seconds)
 
     def _by_action(self, costs_of: Callable[[CellKind], StageCosts]) -> Floats:
-        """Returns costs by kind of action (`KINDS`) and cell."""
+        """Returns costs by kind of action (`KINDS`) and cell, without the communication that computation hides."""
         cells = self.cells
         terms = np.array(
             [
@@ -170,6 +171,13 @@ class IterationCosts:
             Kind.INPUT: input_half,
             Kind.WEIGHT: weight_half,
         }
+        for number, kind in enumerate(cells.kinds):
+            overlaps = self._stages.overlaps(kind)
+            own = np.flatnonzero(cells.kind == number) if any(overlaps) else ()
+            for action, of_action in zip((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT), overlaps, strict=True):
+                for overlap, count in of_action.items():
+                    both = np.array([part.of_microbatch(kind.num_shares) for part in overlap])
+                    by_kind[action][own] -= count * (both @ sums[cells.load[own]].T).min(axis=0)
         return np.stack([self._longest_together(by_kind[kind]) for kind in KINDS])
 
     def _longest_together(self, seconds: Floats) -> Floats:

@@ -15,11 +15,12 @@ towers on the same ranks. Samples that lack a tower count as if they had it.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells, LayerGradients
 from motet.costs.communication import collective_terms, ring_terms
-from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
+from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, LayerPasses, ModuleCosts, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
 from motet.costs.recomputed import layer_passes
@@ -28,6 +29,10 @@ from motet.schedule.lower import keeps_row_shares, row_shares
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 LOG_SUM_EXP_BYTES = 4
+HEAD_GROUPS = 2
+"""Portions in which all-gather context parallelism gets keys and values (`ContextParallel.head_groups`)."""
+SUM_BYTES = 3 * 4
+"""Bytes that go through memory for each value of a sum of two tensors in float32."""
 EXPERT_IMBALANCE = 1.25
 """Rows of the busiest rank of an expert-parallel group over the mean, which balanced training stays below."""
 
@@ -126,6 +131,23 @@ class StageCosts:
     weight_half: Quadratic
 
 
+class Overlap(NamedTuple):
+    """Communication that runs while the device computes; both are functions of one rank's load. It hides the shorter of
+    the two."""
+
+    communication: Quadratic
+    computation: Quadratic
+
+
+class Overlaps(NamedTuple):
+    """Overlaps with the number of equal ones, by kind of action."""
+
+    forward: Mapping[Overlap, int]
+    backward: Mapping[Overlap, int]
+    input_half: Mapping[Overlap, int]
+    """Of a split backward, whose weight half has none."""
+
+
 @dataclass(frozen=True)
 class StageSeconds:
     cells: Cells
@@ -148,9 +170,7 @@ class StageSeconds:
     def _near_seconds(self, kind: CellKind) -> StageCosts:
         """Seconds with the tensor-parallel group of the table, which is on the first ranks of a node."""
         name, stage, gradients, _ = kind
-        costs = self.table.of(
-            self.cells.owner(name), stage.tp_size, sequence_parallel=self.cells.plan.modules[name].sequence_parallel
-        )
+        costs = self._costs(kind)
         if kind.is_loss:
             seconds = self._loss_seconds(name, costs.layers[0])
             return StageCosts(seconds.forward, seconds.backward if gradients[0].any else ZERO, ZERO)
@@ -170,16 +190,7 @@ class StageSeconds:
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
             layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
             shape = workload.layers[index]
-            passes = layer_passes(
-                layer,
-                shape,
-                needs.input_gradient,
-                needs.weight_gradient,
-                tp_size=stage.tp_size,
-                cluster=self.cluster,
-                memory=self.memory,
-                sequence_parallel=self.cells.plan.modules[name].sequence_parallel,
-            )
+            passes = self._passes(kind, costs, index, needs)
             exchange = self._exchange(name, shape, stage)
             gather = self._parameter_gather(name, shape, stage)
             scatter = self._parameter_gather(name, shape, stage, of_gradients=True)
@@ -201,6 +212,72 @@ class StageSeconds:
         if reruns:
             input_half += [costs.stage_forward, costs.blocks_forward if has_block else ZERO]
         return StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def overlaps(self, kind: CellKind) -> Overlaps:
+        """What `seconds` contains in full though it runs while the stage computes:
+
+        * gathers of blocks whose parameters replicas share, while the block before computes: of the following block in
+          a forward, of the preceding one in a backward;
+        * keys and values on their way to other queries, while attention computes with those that have arrived.
+
+        None on CPUs: the processes' own cores carry out their communication."""
+        forward: Counter[Overlap] = Counter()
+        backward: Counter[Overlap] = Counter()
+        input_half: Counter[Overlap] = Counter()
+        if kind.is_loss or self.cluster.device.name == "cpu":
+            return Overlaps(forward, backward, input_half)
+        module, workload, costs = (
+            self.cells.plan.modules[kind.module],
+            self.cells.workload(kind.module),
+            self._costs(kind),
+        )
+        before: tuple[LayerGradients, LayerPasses, Quadratic] | None = None
+        for index, needs in zip(range(*kind.stage.layers), kind.gradients, strict=True):
+            shape = workload.layers[index]
+            if not shape.runs:
+                continue
+            passes = self._passes(kind, costs, index, needs)
+            keys = key_overlaps(shape, kind.stage, module.context, self.cluster, self.memory, passes)
+            if keys is not None:
+                forward[keys[0]] += 1
+                in_backward = [keys[1]] if needs.input_gradient else []
+                in_backward += [keys[0]] if needs.any and shape.treatment in ("recomputed", "attention") else []
+                for overlap in in_backward:
+                    backward[overlap] += 1
+                    input_half[overlap] += 1
+            if shape.part != "block" or not module.shares_over_replicas:
+                continue
+            gather = self._parameter_gather(kind.module, shape, kind.stage)
+            if before is not None:
+                needs_before, passes_before, gather_before = before
+                forward[Overlap(gather, passes_before.forward)] += 1
+                if needs.any and needs_before.any:
+                    backward[Overlap(gather_before, passes.backward)] += 1
+                    in_half = passes.input_gradient.plus(passes.recomputation)
+                    input_half[Overlap(gather_before, in_half)] += 1
+            before = needs, passes, gather
+        return Overlaps(forward, backward, input_half)
+
+    def _passes(self, kind: CellKind, costs: ModuleCosts, index: int, needs: LayerGradients) -> LayerPasses:
+        """The passes of a layer as functions of one rank's load. `costs`: of its module."""
+        shape = self.cells.workload(kind.module).layers[index]
+        return layer_passes(
+            self._on_each_rank(kind, shape, costs.layers[index]),
+            shape,
+            needs.input_gradient,
+            needs.weight_gradient,
+            tp_size=kind.stage.tp_size,
+            cluster=self.cluster,
+            memory=self.memory,
+            sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
+        )
+
+    def _costs(self, kind: CellKind) -> ModuleCosts:
+        return self.table.of(
+            self.cells.owner(kind.module),
+            kind.stage.tp_size,
+            sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
+        )
 
     def _on_each_rank(self, kind: CellKind, layer: LayerShape, cost: LayerCost) -> LayerCost:
         """The layer's cost as a function of one rank's load."""
@@ -395,23 +472,77 @@ def key_exchange(
 
     Queries, keys, values and results are traded for heads among some ranks, and keys and values gathered, or passed
     around a ring, among those with the same heads; `context` says among how many. A backward trades as much, and gets
-    keys and values once more before their gradients return in the same way. Overlap with computation is not counted."""
+    keys and values once more before their gradients return in the same way. `key_overlaps` says what of it computation
+    hides. In a ring, the results for each member's keys, or the gradients of queries, are added up in float32."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
-    ranks, traders = stage.ranks[:: stage.tp_size], context.num_traders(stage.cp_size)
-    element = attention.head_dim * memory.activation_bytes / stage.tp_size
-    keys = 2 * attention.num_key_value_heads * element
-    traded = collective_terms(cluster, "all_to_all", ranks[:traders])
-    num_trades = 4 if traders > 1 else 0
+    traders = context.num_traders(stage.cp_size)
+    passed = _key_pass(layer, stage, context, cluster, memory).times(2 if backward else 1)
     if context.method in ("ring", "hybrid"):
-        passed = ring_terms(cluster, "all_gather", ranks[::traders])
+        num_sums = stage.cp_size // traders - 1
+        moved = SUM_BYTES * attention.num_heads * attention.head_dim / stage.tp_size
+        bytes_per_s = cluster.device.memory_bytes_per_s * cluster.device.memory_efficiency
+        passed = passed.plus(Quadratic(per_token=num_sums * moved / bytes_per_s))
+    if traders == 1:
+        return passed
+    terms = collective_terms(cluster, "all_to_all", stage.ranks[:: stage.tp_size][:traders])
+    num_heads = 2 * attention.num_key_value_heads + 2 * attention.num_heads
+    num_bytes = num_heads * attention.head_dim * memory.activation_bytes / stage.tp_size
+    return passed.plus(Quadratic(constant=4 * terms.latency_s, per_token=num_bytes / terms.bytes_per_s))
+
+
+def _key_pass(
+    layer: LayerShape, stage: Stage, context: ContextOptions, cluster: Cluster, memory: MemoryOptions
+) -> Quadratic:
+    """Seconds in which keys and values get from their owners to all ranks with the same heads, or their gradients
+    back."""
+    traders = context.num_traders(stage.cp_size)
+    if layer.attention is None or traders == stage.cp_size:
+        return ZERO
+    ranks = stage.ranks[:: stage.tp_size][::traders]
+    if context.method in ("ring", "hybrid"):
+        terms = ring_terms(cluster, "all_gather", ranks)
     else:
-        passed = collective_terms(cluster, "all_gather", ranks[::traders])
-    num_passes = 2 if backward and traders < stage.cp_size else 1
-    per_token = num_passes * keys * (stage.cp_size // traders) / passed.bytes_per_s
-    per_token += num_trades and (keys + 2 * attention.num_heads * element) / traded.bytes_per_s
-    return Quadratic(constant=num_passes * passed.latency_s + num_trades * traded.latency_s, per_token=per_token)
+        terms = collective_terms(cluster, "all_gather", ranks)
+    keys = 2 * layer.attention.num_key_value_heads * layer.attention.head_dim * memory.activation_bytes / stage.tp_size
+    return Quadratic(constant=terms.latency_s, per_token=keys * (stage.cp_size // traders) / terms.bytes_per_s)
+
+
+def key_overlaps(
+    layer: LayerShape,
+    stage: Stage,
+    context: ContextOptions,
+    cluster: Cluster,
+    memory: MemoryOptions,
+    passes: LayerPasses,
+) -> tuple[Overlap, Overlap] | None:
+    """What attention hides of the exchange of keys and values in a forward and in a backward; None: nothing.
+
+    In a ring the next keys travel while a rank computes with those that it has, and gradients but for their last hop;
+    gathered keys arrive in `HEAD_GROUPS` portions, of which each is gathered, and its gradients returned, while
+    another is computed with. Trades are waited for."""
+    attention = layer.attention
+    if stage.cp_size == 1 or attention is None or attention.reads_encoder:
+        return None
+    size = stage.cp_size // context.num_traders(stage.cp_size)
+    if context.method in ("ring", "hybrid"):
+        computing, keys, gradients = (size - 1) / size, 1.0, (size - 1) / size
+    else:
+        num_portions = min(HEAD_GROUPS, max(1, attention.num_key_value_heads // stage.tp_size))
+        computing = keys = gradients = (num_portions - 1) / num_portions
+    if size == 1 or not computing:
+        return None
+    passed = _key_pass(layer, stage, context, cluster, memory)
+    return (
+        Overlap(passed.times(keys), _of_pairs(passes.forward).times(computing)),
+        Overlap(passed.times(keys + gradients), _of_pairs(passes.input_gradient).times(computing)),
+    )
+
+
+def _of_pairs(cost: Quadratic) -> Quadratic:
+    """The part of a layer's seconds that depends on pairs of tokens: its attention."""
+    return Quadratic(per_pair=cost.per_pair, per_token_squared=cost.per_token_squared)
 
 
 def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
@@ -464,7 +595,7 @@ def parameter_gather(
     num_bytes = layer.num_parameters_per_rank(tp_size) * size
     if len(ranks) == 1 or not num_bytes:
         return ZERO
-    terms = collective_terms(cluster, "all_gather", ranks, num_bytes)
+    terms = collective_terms(cluster, "reduce_scatter" if of_gradients else "all_gather", ranks, num_bytes)
     return Quadratic(constant=terms.seconds(num_bytes))
 
 

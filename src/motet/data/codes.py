@@ -107,6 +107,7 @@ def _opened(folder: Path, class_name: str, name: str) -> Any:
     from motet.families.classes import transformers_class
 
     try:
-        return transformers_class(class_name).from_pretrained(folder, use_safetensors=True).float().eval()
+        model = transformers_class(class_name).from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{name}.codec: {folder} cannot be loaded ({one_line(error)})") from None
+    return model.float().eval()

@@ -41,6 +41,7 @@ from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import build_own, layer_seed, materialize, materialize_composite, read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.parallel.adapters import Adapters, add_adapters
+from motet.parallel.float8_linears import use_float8_linears
 from motet.plan import LANGUAGE_MODEL, LayerRange
 from motet.shapes.module_shape import QUERY_TOKENS
 
@@ -70,13 +71,18 @@ def build_node(config: RunConfig, name: str, layers: LayerRange | None, dtype: t
 
 
 def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> dict[str, ModuleNode]:
-    """The modules of the run file by transformers' own constructors, on the CPU, without dropout."""
+    """The modules of the run file by transformers' own constructors, on the CPU, without dropout. Linear layers that
+    compute in float8 do here, too."""
     dtype = getattr(torch, config.train.dtype)
     if config.model.composite is None:
         nodes = {name: _plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
         for node in nodes.values():
             if node.adapters is not None:
                 add_adapters(node.parts["module"], *node.running_blocks, node.adapters)
+            if config.train.linears == "float8":
+                path, num_blocks = node.running_blocks
+                blocks = list(node.parts["module"].get_submodule(path).children())
+                use_float8_linears(blocks[:num_blocks], torch.device("cpu"))
         return nodes
     hf_config = read_composite_config(config.model.composite)
     with default_dtype(dtype):

@@ -6,17 +6,18 @@ on the host as long as they meet nothing that is there. Where they do, a copy go
 nobody waits. `values_known` does the same for what a forward makes of Python's numbers, or moves to the device itself.
 
 Limits: functions of autograd and vmap do not see what such a tensor is. To them it is one on the host, which a device
-refuses.
+refuses. transformers makes masks of models' own rules under vmap; here it gives the rule indices that broadcast.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import masking_utils
 
 from motet.devices import has_own_memory, to_device
 
@@ -63,6 +64,10 @@ class HostValues(Tensor):
             return target.type == "cuda"
         if func is Tensor.to:
             return _moved(*args, **kwargs)
+        if func is Tensor.expand_as and isinstance(args[0], HostValues):  # Of the other, its shape is enough.
+            return args[0].expand(args[1].shape)
+        if func is Tensor.cuda:
+            return args[0].clone()  # Already there, as far as a model can tell.
         if func is Tensor.cpu:
             return args[0].on_host().clone()
         if func in FILLED_LATER or any(has_own_memory(tensor.device) for tensor in tensors if _is_plain(tensor)):
@@ -94,6 +99,8 @@ class _Knowing(TorchFunctionMode):
         of_numbers = func in MAKING and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
         if of_numbers and self._is_target(kwargs.get("device")):
             return self._there(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+        if func is Tensor.cuda and _is_plain(args[0]) and not has_own_memory(args[0].device):
+            return self._there(args[0].clone())
         if func is Tensor.to and _is_plain(args[0]) and not has_own_memory(args[0].device):
             device, dtype = _destination(*args[1:], **kwargs)
             if self._is_target(device):
@@ -134,10 +141,39 @@ def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_expand_by_vmap: Any = masking_utils._vmap_expansion_sdpa
+
+
+def _expand(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The mask of a rule for (sample, head, query, key), from the places in each of these dimensions."""
+
+    def mask(*places: Tensor) -> Tensor:
+        first = places[0]
+        if not isinstance(first, HostValues):
+            return cast(Tensor, _expand_by_vmap(rule)(*places))
+        sizes = [len(own) for own in places]
+        with torch._C.DisableTorchFunction():  # transformers' indices are made for vmap.
+            spread = [
+                to_device(own.as_subclass(Tensor), first.target).view([-1 if i == axis else 1 for i in range(4)])
+                for axis, own in enumerate(places)
+            ]
+            return rule(*spread).expand(sizes)
+
+    return mask
+
+
+# The module's functions find it by this name.
+masking_utils._vmap_expansion_sdpa = _expand
+
+
 def _on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device) -> Any:
     """Calls the function with copies of what is on the host."""
     if func in REPEATING and len(args) > 1 and isinstance(args[1], HostValues):
         kwargs = {"output_size": int(args[1].on_host().sum()), **kwargs}
+    if func is Tensor.__getitem__ and isinstance(args[1], HostValues):
+        mask = _on_host(args[1])
+        if (rows := _without_expanded(mask)).dim() < mask.dim() and mask.dtype == torch.bool:
+            return _on_device(func, (args[0], HostValues.of(rows, target)), kwargs, target).flatten()
     if func in INDEXING:
         args = (args[0], _index(args[1]), *args[2:])
     move = _mover(target, func in INDEXING)
@@ -150,9 +186,20 @@ def _mover(target: torch.device, moves_all: bool) -> Callable[[Any], Any]:
             return leaf
         own = _on_host(leaf)
         # Devices take one number of the host's along with their work.
-        return own if own.dim() == 0 else to_device(own, target)
+        if own.dim() == 0:
+            return own
+        rows = _without_expanded(own)
+        there = to_device(rows, target)
+        return there if rows is own else there[(..., *[None] * (own.dim() - rows.dim()))].expand(own.shape)
 
     return move
+
+
+def _without_expanded(values: Tensor) -> Tensor:
+    """The values without the last dimensions, along which they are all alike, if memory has them once."""
+    while values.dim() > 1 and values.shape[-1] > 1 and values.stride(-1) == 0:
+        values = values[..., 0]
+    return values
 
 
 def _index(index: Any) -> Any:

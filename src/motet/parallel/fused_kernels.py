@@ -25,6 +25,7 @@ from inspect import signature
 from itertools import product
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the linears of gated MLPs."""
 GATED_TOGETHER = ("gate_up_proj", "down_proj")
 """Names of the linears where one makes gate and up."""
+
+HALVES_DIFFER = (
+    "train.kernels: liger does not know rotary positions whose halves differ in some batches; leave kernels out"
+)
 
 Casting = Literal["llama", "gemma"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -285,9 +290,11 @@ def fused_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
 
     halves_agree: bool | None = None
     """Whether both halves of `cos` and of `sin` are alike, as the kernel takes for granted; None: not seen yet."""
+    compared: ref[Tensor] | None = None
+    """The last `cos` whose halves were compared, while it exists: a microbatch has one for all of its layers."""
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
-        nonlocal halves_agree
+        nonlocal halves_agree, compared
         is_whole = (
             not others
             and not named
@@ -301,6 +308,11 @@ def fused_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
             # Once in a training, in its first forward: the host waits for the device.
             halves_agree = all(torch.equal(*angle.chunk(2, -1)) for angle in (cos, sin))
         if is_whole and halves_agree:
+            if compared is None or compared() is not cos:
+                # From then on the device compares, and stops where they differ, as other positions might make them.
+                first, second = torch.cat((cos, sin)).chunk(2, -1)
+                torch._assert_async((first == second).all(), HALVES_DIFFER)
+                compared = ref(cos)
             return LigerRopeFunction.apply(query, key, cos, sin)
         return own(query, key, cos, sin, *others, **named)
 

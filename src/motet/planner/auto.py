@@ -42,6 +42,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from motet.cluster.rank_placement import replicas_side_by_side
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
@@ -51,7 +52,9 @@ from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.degrees import check_degrees, cp_sizes
 from motet.planner.layouts.layout import Placement, layout_plan
+from motet.planner.layouts.layout_costs import LayoutCosts
 from motet.planner.layouts.own_layouts import PLANNER, chains_on, divisions, knows_sequence_parallelism, own_layouts
+from motet.planner.layouts.refined import layout_of, refined
 from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.layouts.variants import best_variants, is_free, microbatch_numbers, promising, variant
 from motet.planner.lower_bound import problem_lower_bound_s
@@ -59,7 +62,7 @@ from motet.planner.megatron import language_model
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.recomputation import of_module, split_entry, with_kind
-from motet.schedule.generators import CONTRASTING, GENERATORS
+from motet.schedule.generators import CONTRASTING, GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
     groups_in_rounds,
@@ -98,7 +101,7 @@ NUM_PROMISING = 2
 """Number of schedules, those best for the best plan, that the next plans are tried under."""
 MEMORY_AWARE = "bubble_filling"
 """The schedule for layouts that exceed the memory under their own."""
-BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
+BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "critical_path", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
 
 
@@ -263,6 +266,9 @@ class _Search:
         if not self.evaluations:
             return
         self._improve()
+        if self.placement is None:
+            self._refine()
+            self._place_replicas()
         if self.problem.chooses_assignment:
             self._compare_assignments()
 
@@ -278,14 +284,19 @@ class _Search:
         return min((e.iteration_time_s for e in self.evaluations if e.fits), default=inf)
 
     def _search_variants(self) -> None:
-        """Simulates the most promising chains of all variants."""
-        num_actions = 0
-        found = promising(self.problem, divisions, partial(chains_on, schedules=self.schedules))
+        """Simulates the most promising chains of all variants; of mixtures also with experts that ranks share."""
+        self._search_variants_of(self.problem)
+        if may_share_experts(self.problem):
+            self._search_variants_of(self.problem.with_options(max_ep=self.problem.cluster.devices_per_node))
+
+    def _search_variants_of(self, problem: PlanningProblem) -> None:
+        num_actions, num_before = 0, len(self.evaluations)
+        found = promising(problem, divisions, partial(chains_on, schedules=self.schedules))
         if found:
             self._progress(f"{len(found)} chains of layers under all options that are open")
         num_misfits = 0
         for each in found:
-            if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= MAX_VARIANTS:
+            if num_actions >= MAX_VARIANT_ACTIONS or len(self.evaluations) >= num_before + MAX_VARIANTS:
                 break
             if each.bound_s >= self._fastest_s() or (not each.fits and num_misfits >= NUM_MISFITS):
                 continue
@@ -337,9 +348,11 @@ class _Search:
                 known = self.evaluations
                 self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
             if may_share_experts(problem):
-                sharing = problem.with_options(shares_experts=True)
-                found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
-                self.add(found, "experts shared")
+                # Exchanges within a node are faster, those over all ranks save most memory.
+                for max_ep in sorted({problem.cluster.devices_per_node, problem.num_devices}):
+                    sharing = problem.with_options(max_ep=max_ep)
+                    found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
+                    self.add(found, "experts shared")
 
     def _improve(self) -> None:
         """Tries the best plans with shared parameters, sequence parallelism and other schedules."""
@@ -349,7 +362,7 @@ class _Search:
         )
         for each in _best(self.evaluations):
             variants = context_variants(each.problem, each.plan)
-            self.add([evaluate(each.problem, plan) for plan in variants], "tokens traded for heads")
+            self.add([evaluate(each.problem, plan) for plan in variants], "another exchange of keys")
         self.add(_rescheduled(_best(self.evaluations), self.schedules), "another schedule")
         best = min(self.evaluations, key=rank)
         self.add(_sequence_parallel(best), "sequence parallelism")
@@ -365,6 +378,31 @@ class _Search:
         if missed:
             fastest = min(missed, key=lambda e: e.iteration_time_s)
             self.add(_sequence_parallel(fastest), "sequence parallelism")
+
+    def _refine(self) -> None:
+        """Moves layers and runs of the best plans between groups, under their own schedules and the most promising."""
+        for each in _best(self.evaluations):
+            layout = layout_of(each.problem, each.plan)
+            if layout is None:
+                continue
+            splits = each.plan.schedule in SPLIT_BACKWARDS
+            better = refined(each.problem, layout, LayoutCosts(each.problem), split_backward=splits)
+            if better.content == layout.content:
+                continue
+            found = evaluate(each.problem, layout_plan(each.problem, better))
+            allowed = [name for name in BY_PROMISE if name in self.schedules]
+            wanted = [name for name in allowed if _differs(name, found.plan, self.schedules)]
+            self.add([found, *_under(found, wanted, MAX_ACTIONS)], "layers moved")
+
+    def _place_replicas(self) -> None:
+        """Puts equal stages of the best plans' replicas side by side on the nodes."""
+        cluster = self.problem.cluster
+        if cluster.num_nodes == 1:
+            return
+        for each in _best(self.evaluations):
+            placed = replicas_side_by_side(each.plan, cluster.devices_per_node)
+            if placed != each.plan:
+                self.add([evaluate(each.problem, placed)], "replicas side by side")
 
     def _compare_assignments(self) -> None:
         """Tries the best plan under balanced assignments; samples that are nearly alike leave nothing to balance."""
@@ -414,7 +452,8 @@ def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], cho
             if problem.chooses_recompute:
                 changed = _with_all_memory(changed)
             of_number = [plan for plan in candidates if plan.num_microbatches == number]
-            least_s = min(least_s, _bound_of_choice(changed, of_number, chosen, least_s))
+            always = problem.memory.zero1 and not problem.chooses_zero1
+            least_s = min(least_s, _bound_of_choice(changed, of_number, chosen, least_s, gathers=always))
     return least_s
 
 
@@ -637,7 +676,7 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
 
 def may_share_experts(problem: PlanningProblem) -> bool:
     """Whether a module has experts that ranks can share, of a family that has been shown equal with it."""
-    return not problem.failures and any(
+    return problem.may_share_experts and any(
         module.workload.numbers_of_experts and SHOWN_EQUAL.get(module.workload.family, frozenset()) >= OF_EXPERTS
         for module in problem.modules.values()
     )
@@ -648,24 +687,37 @@ def _is_sequence_parallel(plan: Plan) -> bool:
 
 
 def _bound_of_choice(
-    problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan, at_most_s: float = inf
+    problem: PlanningProblem,
+    candidates: Sequence[Plan],
+    chosen: Plan,
+    at_most_s: float = inf,
+    *,
+    gathers: bool = True,
 ) -> float:
     """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none), and with the
     memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
     of each optimizer state."""
     if any(module.ep > 1 for module in chosen.modules.values()):
-        problem = problem.with_options(shares_experts=True)
+        problem = problem.with_options(max_ep=problem.num_devices)
     if any(module.shares_over_replicas for module in chosen.modules.values()):
-        problem = _with_all_memory(problem)
-    bound_s = bound_of_all(problem, candidates, chosen, at_most_s)
+        problem, gathers = _with_all_memory(problem), False
+    bound_s = bound_of_all(problem, candidates, chosen, at_most_s, gathers=gathers)
     if not _is_sequence_parallel(chosen):
         return bound_s
     table = problem.table
     modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
-    return bound_of_all(problem.with_options(table=replace(table, modules=modules)), candidates, chosen, bound_s)
+    with_sequences = problem.with_options(table=replace(table, modules=modules))
+    return bound_of_all(with_sequences, candidates, chosen, bound_s, gathers=gathers)
 
 
-def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan, at_most_s: float = inf) -> float:
+def bound_of_all(
+    problem: PlanningProblem,
+    candidates: Sequence[Plan],
+    chosen: Plan,
+    at_most_s: float = inf,
+    *,
+    gathers: bool = True,
+) -> float:
     """Lower bound over all plans with sizes that the user allows or a candidate has, or `at_most_s` if that is less. If
     the chosen plan has several tensor-parallel sizes in one module, the bound is over plans that may have several."""
     replicas = {name: set(problem.dp_sizes) for name in problem.modules}
@@ -682,6 +734,7 @@ def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: P
         tp={name: sorted(sizes) for name, sizes in tp.items()},
         cp={name: sorted(sizes) for name, sizes in cp.items()},
         mixed=any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules),
+        gathers=gathers,
         at_most_s=at_most_s,
     )
 

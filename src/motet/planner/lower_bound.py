@@ -7,21 +7,27 @@ assigned by `problem.assignment`. With `mixed`, stages of one module may differ 
 has the best of the sizes for each of the sums below, and 3 does not apply.
 
 Relaxed: messages, reductions and exchanges of context-parallel groups take no time; memory counts as one sum of static
-bytes over all devices; ranks may interrupt and divide work arbitrarily. Kept:
+bytes over all devices; ranks may interrupt and divide work arbitrarily. Tensor-parallel groups lie within nodes, as
+their costs assume. Kept:
 
 1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
    action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
    add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
+   Ranks beyond those that all microbatches together can occupy, each in one layer at a time, wait until a first
+   backward can begin; and at the end, once no forward can begin any more, they have nothing but weight gradients.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
+4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
+   at least the mean over all ranks. A gather takes the bandwidth of the best placement of its ranks on nodes.
 
-The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the three. If the
+The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the first
+three, plus the fourth. If the
 batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding included.
 Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take different
 numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from heapq import merge
 from itertools import product
 from math import gcd, inf
@@ -30,6 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.costs.communication import gather_s_per_byte
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
 from motet.planner.layouts.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
@@ -50,6 +57,18 @@ class _Layers(NamedTuple):
     weight_s: Floats
     head_s: Floats
     tail_s: Floats
+    crowd: "_Crowd"
+
+
+class _Crowd(NamedTuple):
+    """What limits how many ranks can work at the begin and at the end of an iteration."""
+
+    most_busy: int
+    """Ranks that all microbatches occupy, each in one layer at a time."""
+    forward_s: float
+    """Least time until a backward can begin."""
+    backward_s: float
+    """Least time after the last forward, without weight gradients."""
 
 
 class Size(NamedTuple):
@@ -75,14 +94,16 @@ def problem_lower_bound_s(
     tp: Mapping[str, Sequence[int]] | None = None,
     cp: Mapping[str, Sequence[int]] | None = None,
     mixed: bool = False,
+    gathers: bool = True,
     at_most_s: float = inf,
 ) -> float:
     """Lower bound in seconds; infinite if no combination can fit into memory.
 
     `num_replicas`, `tp`, `cp`: sizes that plans may have, by module; None: the problem's. `mixed`: stages of a module
-    may differ in tensor parallelism. `at_most_s`: returned where the bound is not below it, which takes less time to
-    find out."""
-    modules, least_s = _Modules(problem), at_most_s - problem.program_s
+    may differ in tensor parallelism. `gathers`: False: plans without a sharded optimizer's state are bounded too, with
+    the memory of a sharded one. `at_most_s`: returned where the bound is not below it, which takes less time to find
+    out."""
+    modules, least_s = _Modules(problem, gathers=gathers and problem.memory.zero1), at_most_s - problem.program_s
     for choices in _choices(problem, num_replicas, tp, cp, mixed):
         least_s = _least_of(problem, modules, choices, least_s)
     return least_s + problem.program_s
@@ -138,10 +159,11 @@ def _least_of(
 class _Modules:
     """Remembered sums over a module's layers at each size, as many combinations share them."""
 
-    def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: PlanningProblem, *, gathers: bool) -> None:
+        self.problem, self._gathers = problem, gathers
         self._static_bytes: dict[tuple[str, Size], int] = {}
         self._num_updated: dict[tuple[str, Size], int] = {}
+        self._gather_s: dict[tuple[str, Size], float] = {}
         self._batch_s: dict[tuple[str, Size, bool], tuple[Floats, Floats, Floats, Floats]] = {}
         self._microbatch_s: dict[tuple[str, Size], tuple[Floats, Floats]] = {}
         self._least_s: dict[tuple[str, Size, bool], tuple[float, float]] = {}
@@ -151,9 +173,20 @@ class _Modules:
         }
         """The modules that enter each module, and the first layer that each of them enters."""
         self.order = _in_order(problem)
+        self.is_row = self._is_row()
+        """Whether all modules that read nothing enter one module at its first layer, and the others follow in a row."""
         self.has_backward = {
             name: np.array([needs.any for needs in problem.gradients[name]]) for name in problem.modules
         }
+
+    def _is_row(self) -> bool:
+        sources = [name for name in self.order if not self.entries[name]]
+        row = [name for name in self.order if self.entries[name]]
+        expected = [sources, *([name] for name in row)]
+        return all(
+            sorted(self.entries[name]) == sorted((before, 0) for before in expected[place])
+            for place, name in enumerate(row)
+        )
 
     def batch_s(self, name: str, size: Size, *, alone: bool) -> tuple[Floats, Floats, Floats, Floats]:
         """Seconds of each layer for the whole batch: of all ranks that hold it together, and of each of them; both
@@ -227,6 +260,21 @@ class _Modules:
             self._num_updated[name, size] = sum(map(min, zip(*each, strict=True)))
         return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size]
 
+    def gather_s(self, name: str, size: Size) -> float:
+        """Seconds of all ranks together for gathers of new parameters, as `IterationCosts.gather_s` has them."""
+        # Where replicas differ in tensor parallelism, pieces are gathered in an order that is not known here.
+        if not self._gathers or len(size.tp) > 1:
+            return 0.0
+        if (name, size) not in self._gather_s:
+            memory, (tp,), num_ranks = self.problem.memory, size.tp, size.cp * size.num_replicas
+            ep = largest_ep(self.problem, name, tp, size.num_replicas)
+            num_bytes = memory.parameter_bytes * sum(self.problem.estimator.num_trainable(name, tp=tp, ep=ep))
+            most_in_node = max(1, self.problem.cluster.devices_per_node // tp)
+            s_per_byte = gather_s_per_byte(self.problem.cluster, num_ranks, most_in_node)
+            share = (num_ranks - memory.num_keepers(num_ranks)) / max(1, num_ranks - 1)
+            self._gather_s[name, size] = size.num_holders(tp) * num_bytes * s_per_byte * share
+        return self._gather_s[name, size]
+
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size, tp: int, *, alone: bool) -> list[LayerTime]:
     return problem.estimator.lower_bound_batch_times(name, tp, size.num_replicas, cp=size.cp, alone=alone)
@@ -278,16 +326,16 @@ class _Batch:
 def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
     # The number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it.
     num_shares = gcd(*(size.num_replicas for size in sizes.values()))
-    heads, tails = _heads_and_tails(modules, sizes)
+    heads, tails, crowd = _heads_and_tails(modules, sizes)
     columns = []
     for name, size in sizes.items():
         seconds = modules.batch_s(name, size, alone=size.num_replicas == num_shares)
         holders = np.full(len(seconds[0]), size.num_holders(max(size.tp)))
         columns.append((holders, *seconds, heads[name], tails[name]))
-    return _Layers(*map(np.concatenate, zip(*columns, strict=True)))
+    return _Layers(*map(np.concatenate, zip(*columns, strict=True)), crowd=crowd)
 
 
-def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats]]:
+def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats], _Crowd]:
     """Returns the least time before the first action of each layer, and after its last, by module."""
     one = {name: modules.microbatch_s(name, size) for name, size in sizes.items()}
     heads: dict[str, Floats] = {}
@@ -301,7 +349,31 @@ def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats]
                 end = found[source][-1] + one[source][of_layer][-1]
                 begin[first:] = np.maximum(begin[first:], end + before[first:] - before[first])
             found[name] = begin
-    return heads, _tails(modules, one, backs)
+    lossy = [name for name in sizes if modules.problem.modules[name].loss_weight] or list(sizes)
+    forward_s, backward_s = (
+        min(float(found[name][-1] + one[name][of_layer][-1]) for name in lossy)
+        for found, of_layer in ((heads, 0), (backs, 1))
+    )
+    return heads, _tails(modules, one, backs), _Crowd(_most_busy(modules, sizes), forward_s, backward_s)
+
+
+def _most_busy(modules: _Modules, sizes: Sizes) -> int:
+    """The most ranks that can be in forwards at once. A microbatch is in one layer of a module at a time. A sample is
+    in one of the modules of a row at a time, of which each reads the one before; modules that read nothing run beside
+    each other."""
+    problem, num_samples = modules.problem, len(modules.problem.samples)
+    number = {
+        name: min(num_samples, size.num_replicas * problem.num_microbatches) if problem.cuts_evenly else num_samples
+        for name, size in sizes.items()
+    }
+    ranks = {name: max(size.tp) * size.cp for name, size in sizes.items()}
+    of_all = sum(number[name] * ranks[name] for name in sizes)
+    if not modules.is_row:
+        return of_all
+    # Actions that run at once have different samples; with equally many replicas, different microbatches.
+    at_once = num_samples if len(set(number.values())) > 1 else next(iter(number.values()))
+    beside = sum(ranks[name] for name in sizes if not modules.entries[name])
+    return min(of_all, at_once * max([beside, *(ranks[name] for name in sizes if modules.entries[name])]))
 
 
 def _tails(
@@ -356,17 +428,32 @@ class _Earliest:
 
 def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
     """The bound from work. Ranks without a layer do not work; others may stay unused if that is faster."""
-    work, weight = layers.device_s.sum(), layers.device_weight_s.sum()
+    work, weight, crowd = layers.device_s.sum(), layers.device_weight_s.sum(), layers.crowd
+    most = min(problem.num_devices, int(layers.num_holders.sum()))
     heads = _Earliest(layers.head_s, layers.num_holders)
     tails = _Earliest(layers.tail_s, layers.num_holders)
-    most = min(problem.num_devices, int(layers.num_holders.sum()))
-    # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
-    ends = np.concatenate([heads.ends, tails.ends])
-    filled = tails.number_at(weight)
-    numbers = np.concatenate([[1.0, most, np.floor(filled), np.ceil(filled)], ends])
-    numbers = numbers[(numbers >= 1) & (numbers <= most)]
-    seconds = (work + heads(numbers) + np.maximum(0.0, tails(numbers) - weight)) / numbers
-    return float(seconds.min())
+    # What ranks wait for at the begin and what they wait for at the end are added up, so they must not overlap.
+    after_s = max(0.0, _indivisible(problem, layers, sizes) - crowd.forward_s)
+    late_tails = _Earliest(np.minimum(layers.tail_s, after_s), layers.num_holders)
+
+    def seconds(before: Callable[[Floats], Floats], after: Callable[[Floats], Floats], breaks: list[Floats]) -> float:
+        # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
+        numbers = np.concatenate([[1.0, most], *breaks])
+        numbers = np.unique(np.concatenate([np.floor(numbers), np.ceil(numbers)]))
+        numbers = numbers[(numbers >= 1) & (numbers <= most)]
+        return float(((work + before(numbers) + np.maximum(0.0, after(numbers) - weight)) / numbers).min())
+
+    def crowded(seconds: float) -> Callable[[Floats], Floats]:
+        return lambda numbers: np.maximum(0.0, numbers - crowd.most_busy) * seconds
+
+    full = crowd.most_busy + weight / crowd.backward_s if crowd.backward_s else np.inf
+    full_at = np.array([crowd.most_busy, min(full, most)])
+    filled, late_filled = (np.array([own.number_at(weight)]) for own in (tails, late_tails))
+    return max(
+        seconds(heads, tails, [heads.ends, tails.ends, filled]),
+        seconds(crowded(crowd.forward_s), late_tails, [full_at, late_tails.ends, late_filled]),
+        seconds(crowded(crowd.forward_s), crowded(crowd.backward_s), [full_at]),
+    )
 
 
 def _indivisible(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
@@ -396,6 +483,7 @@ def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:
 
 
 def _fixed_s(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> float:
-    """The optimizer's step if all ranks updated equally many parameters."""
+    """The optimizer's step if all ranks updated equally many parameters, and the mean gather of new ones."""
     updated = sum(modules.num_updated(name, size) for name, size in sizes.items())
-    return problem.estimator.optimizer_seconds(updated / problem.num_devices)
+    gather_s = sum(modules.gather_s(name, size) for name, size in sizes.items())
+    return problem.estimator.optimizer_seconds(updated / problem.num_devices) + gather_s / problem.num_devices

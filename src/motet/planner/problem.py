@@ -13,6 +13,7 @@ from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.cluster.rank_placement import on_nodes
 from motet.costs.cells import LayerGradients
+from motet.costs.communication import with_measured_links
 from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
@@ -141,9 +142,9 @@ class PlanningProblem:
     """A typical global batch."""
     num_microbatches: int
     """Per replica."""
-    shares_experts: bool = False
-    """Whether searched layouts distribute a mixture's experts over as many ranks as possible; lower bounds then hold
-    for such plans too."""
+    max_ep: int = 1
+    """The most ranks over which searched layouts distribute a mixture's experts, as many as possible; lower bounds then
+    hold for such plans too. 1: experts are not distributed."""
     query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
     """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
     among `modules`, and their edges not among `edges`: no planner has to place them."""
@@ -173,6 +174,8 @@ class PlanningProblem:
     may_share_parameters: bool = True
     """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
     lost."""
+    may_share_experts: bool = True
+    """Whether planners may distribute experts over ranks; they may not where one may be lost."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None
@@ -307,7 +310,7 @@ class PlanningProblem:
             trainable={name: module.trainable_layers for name, module in self.modules.items()},
             edges=self.edges,
             table=self.table,
-            cluster=self.cluster,
+            cluster=with_measured_links(self.cluster, self.table),
             memory=self.memory,
             samples=self.samples,
             num_microbatches=self.num_microbatches,

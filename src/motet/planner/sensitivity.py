@@ -48,6 +48,10 @@ def _changed(
             problem.table,
             message=_faster(problem.table.message, factor),
             all_reduce=_faster(problem.table.all_reduce, factor),
+            collectives={
+                name: replace(link, bytes_per_s=link.bytes_per_s * factor)
+                for name, link in problem.table.collectives.items()
+            },
         )
         return replace(problem, cluster=cluster, table=table)
     given = config.cluster.speeds

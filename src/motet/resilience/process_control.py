@@ -48,7 +48,8 @@ STORE_AWAY, STORE_BACK = "store away", "store back"
 
 
 class Children:
-    """Starts child processes in a `with` block, at the end of which all of them are killed."""
+    """Starts child processes in a `with` block, at the end of which all of them are killed, and nothing can be asked of
+    them any more."""
 
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
@@ -73,6 +74,7 @@ class Children:
             process.kill()
         for process in self._processes:
             process.join()
+            process.close()  # Whoever still refers to it would keep its descriptors open.
 
 
 def _run_child(parent: int, target: Callable[..., object], args: tuple[Any, ...]) -> None:

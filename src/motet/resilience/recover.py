@@ -229,7 +229,7 @@ class TrainingProcess:
         def after_step() -> None:
             before()
             if trainer.finished_steps % every == 0:
-                state = LocalState(trainer.engine.model, trainer.optimizer)
+                state = LocalState.of(trainer.engine, trainer.optimizer)
                 made = exchange_copies(state, trainer.summary, self._node_size, self._hosts)
                 kept = sorted([*self._copies, trainer.finished_steps])[-KEPT_STEPS:]
                 self._copies = {step: made if step == trainer.finished_steps else self._copies[step] for step in kept}
@@ -285,7 +285,7 @@ class TrainingProcess:
         if self._hosts is not None:
             engine.was_aborted = lambda: self._link.is_obsolete
         new = make_trainer(self._config, engine, self._producers)
-        local = LocalState(engine.model, new.optimizer)
+        local = LocalState.of(engine, new.optimizer)
         # Only once all ranks are at the same step: descriptions contain the number of updates.
         held: Sequence[RankContents] = _exchange_contents(describe(self._states()), self._hosts)
         needed: Sequence[RankContents] = _exchange_contents(local.describe(), self._hosts)
@@ -347,7 +347,7 @@ class TrainingProcess:
         return True
 
     def _states(self) -> list[LocalState]:
-        return [LocalState(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]
+        return [LocalState.of(trainer.engine, trainer.optimizer) for trainer in self._trainers]
 
     def _report(self) -> _Report:
         if not self._trainers:

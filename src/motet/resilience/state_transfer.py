@@ -1,6 +1,7 @@
 """Moves parameters and optimizer states between ranks, so that every rank has what its new plan needs (thesis 2.5).
 
-Frozen parameters are not copied: a stage is built with them. Moments may be held by other ranks than the parameter:
+Frozen parameters are not copied: a stage is built with them. The corrections of routers' scores are, which every holder
+updates alike and which have no moments. Moments may be held by other ranks than the parameter:
 under ZeRO-1 with `train.failures`, f + 1 replicas of each parameter own its optimizer state and update it
 (`motet.planner.reconfiguration.state_owners`). Gradients are summed as usual, so every replica has them whole. The
 owners of a parameter apply the update, all with the same bits, and send the new values to the other replicas, in the
@@ -25,7 +26,7 @@ Limits: states are not divided within a parameter. The exchange follows the upda
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -45,6 +46,7 @@ from motet.planner.reconfiguration.copies import (
 )
 from motet.planner.reconfiguration.state_owners import ParameterReplica, StateOwners, choose_state_owners
 from motet.planner.templates.pipelines import nodes_of_pipelines
+from motet.runtime.engine import Engine
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, LocalParameter
 from motet.runtime.training.master_weights import new_state
@@ -99,6 +101,12 @@ class LocalState:
 
     model: LocalModel
     optimizer: Optimizer
+    corrections: Mapping[str, LocalParameter] = field(default_factory=dict)
+    """Of routers' scores, by name (`motet.runtime.router_corrections`)."""
+
+    @staticmethod
+    def of(engine: Engine, optimizer: Optimizer) -> "LocalState":
+        return LocalState(engine.model, optimizer, engine.router_corrections.held)
 
     def trained(self) -> dict[str, LocalParameter]:
         result: dict[str, LocalParameter] = {}
@@ -111,10 +119,11 @@ class LocalState:
         """Returns what this rank holds, without parameters whose new values have not arrived yet and without moments
         that other ranks own."""
         states, result = self.optimizer.states(), {}
-        for name, p in self.trained().items():
+        for name, p in self._copied().items():
+            is_corrected = name in self.corrections
             is_here: dict[Kind, bool] = {
-                "values": self.optimizer.is_current(p.parameter),
-                "moments": self.optimizer.keeps(p.parameter),
+                "values": is_corrected or self.optimizer.is_current(p.parameter),
+                "moments": not is_corrected and self.optimizer.keeps(p.parameter),
             }
             for kind in is_here:
                 if is_here[kind]:
@@ -128,9 +137,13 @@ class LocalState:
                     )
         return result
 
+    def _copied(self) -> Mapping[str, LocalParameter]:
+        """All that changes during training."""
+        return {**self.trained(), **self.corrections}
+
     def values(self) -> dict[Item, list[Tensor]]:
-        """The parameters, at least one-dimensional, sharing memory with them."""
-        return {Item(name, "values"): [_at_least_1d(p.parameter)] for name, p in self.trained().items()}
+        """What changes during training, at least one-dimensional, sharing memory with it."""
+        return {Item(name, "values"): [_at_least_1d(p.parameter)] for name, p in self._copied().items()}
 
     def tensors(self) -> dict[Item, list[Tensor]]:
         """The values and the moments that exist here."""
@@ -382,7 +395,12 @@ def shard_optimizer(
     received: list[RankContents] = []
     owned = _owned_by_rank(owners, len(could_hold))
     for of_rank, names in zip(could_hold, owned, strict=True):
-        values = {item: d for item, d in of_rank.items() if item.kind == "values"}
+        # The corrections of routers' scores, which have no moments, are updated everywhere.
+        values = {
+            item: d
+            for item, d in of_rank.items()
+            if item.kind == "values" and Item(item.parameter, "moments") in of_rank
+        }
         updated.append({item: d for item, d in values.items() if item.parameter in names})
         received.append({item: d for item, d in values.items() if item.parameter not in names})
     transfer = plan_transfer(updated, received, devices_per_node=devices_per_node)

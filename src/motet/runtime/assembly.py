@@ -17,6 +17,7 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, compile_blocks, treat_activations
 from motet.parallel.adapters import add_adapters
+from motet.parallel.float8_linears import check_float8, use_float8_linears
 from motet.parallel.fused_kernels import check_fused_kernels, use_fused_kernels
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
@@ -57,6 +58,8 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
         check_compiled(config, plan)
     if config.train.kernels == "liger":
         check_kernels(config, plan, device)
+    if config.train.linears == "float8":
+        check_linears(config, plan, device)
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
@@ -110,6 +113,35 @@ def check_kernels(config: RunConfig, plan: Plan, device: torch.device) -> None:
     check_fused_kernels(device, PARAMETER_DTYPES[config.train.dtype])
 
 
+def check_linears(config: RunConfig, plan: Plan, device: torch.device) -> None:
+    """Raises `UserError` for what linear layers in float8 have not been shown equal with, and where they cannot run."""
+    if plan.schedule in SPLIT_BACKWARDS:
+        raise UserError(
+            f"train.linears: float8 cannot be combined with {plan.schedule}, which splits the backward of linear "
+            "layers; use parallel.schedule 1f1b, or leave linears out"
+        )
+    if config.model.composite is not None:
+        raise UserError("train.linears: float8 is not supported for whole multimodal models; leave it out")
+    described = read_graph(config).modules
+    for name, module in plan.modules.items():
+        if module.kind not in ("encoder", "language_model"):
+            raise UserError(
+                f"train.linears: float8 is not supported for modules of the kind {module.kind}, such as {name}; leave "
+                "it out"
+            )
+        own = described[module.data_module(name)]
+        stages = [stage for replica in module.replicas for stage in replica.stages]
+        refused = {
+            "tp": any(stage.tp_size > 1 for stage in stages),
+            "adapters (lora)": own.part.train.lora is not None,  # type: ignore[union-attr]
+            "encoders of your own": getattr(own.part, "module", None) is not None,
+            "mixtures of experts": any(layer.num_expert_weights for layer in own.workload.layers),
+        }
+        for what in (what for what, is_given in refused.items() if is_given):
+            raise UserError(f"train.linears: float8 is not supported with {what}, which {name} has; leave one out")
+    check_float8(device, PARAMETER_DTYPES[config.train.dtype])
+
+
 def build_stage(
     config: RunConfig,
     owner: str,
@@ -131,6 +163,7 @@ def build_stage(
         recompute=recompute,
         compile_backend=config.train.compile_backend if config.train.compile == "blocks" else None,
         fuses_kernels=config.train.kernels == "liger",
+        uses_float8=config.train.linears == "float8",
     )
     keep_main_gradients(parameter for _, parameter in stage.named_parameters())
     return stage
@@ -147,11 +180,13 @@ def make_stage(
     packed_attention: str = "auto",
     compile_backend: str | None = None,
     fuses_kernels: bool = False,
+    uses_float8: bool = False,
 ) -> StageModule:
     """A run of a node's layers, cut for this rank's tensor-parallel group.
 
     `packed_attention`: as in run files. `recompute`: a kind of recomputation. `compile_backend`: with which blocks are
-    compiled; None: they are not. `fuses_kernels`: norms, rotations and gated MLPs run by fused kernels."""
+    compiled; None: they are not. `fuses_kernels`: norms, rotations and gated MLPs run by fused kernels. `uses_float8`:
+    trained linears of blocks compute in float8."""
     stage = node.make_stage(layers, packing=packing)
     if fuses_kernels:
         use_fused_kernels(stage)
@@ -175,6 +210,8 @@ def make_stage(
     if node.adapters is not None:
         blocks, num_blocks = node.running_blocks
         add_adapters(stage, f"module.{blocks}", num_blocks, node.adapters)
+    if uses_float8:
+        use_float8_linears(cast(HasBlocks, stage).running_blocks.values(), device)
     if compile_backend is not None and hasattr(stage, "running_blocks"):
         compile_blocks(cast(HasBlocks, stage), compile_backend)
     if recompute not in (None, BLOCKS) and isinstance(stage, GeneratorStage) and stage.is_whole_model:

@@ -5,13 +5,15 @@ mean, and falls by it where more did (DeepSeek-AI 2024, "DeepSeek-V3 Technical R
 over all ranks, so every rank that holds a router updates it alike.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from motet.models.stages.language_model import LanguageModelStage
 from motet.runtime.communication.agreement import gather_values
 from motet.runtime.executor import Executor
-from motet.runtime.local_model import LocalModel
+from motet.runtime.local_model import LocalModel, LocalParameter
 
 
 class RouterCorrections:
@@ -24,12 +26,11 @@ class RouterCorrections:
             for key, stage in model.stages.items()
             if isinstance(stage, LanguageModelStage) and stage.expert_counts is not None
         }
-        self._held = {
-            p.name: p.parameter.detach()
-            for p in model.parameters
-            if p.stage in self._counted and p.name in self._names_of(p.stage)
+        self.held: Mapping[str, LocalParameter] = {
+            p.name: p for p in model.parameters if p.stage in self._counted and p.name in self._names_of(p.stage)
         }
-        mine = [(name, len(correction)) for name, correction in self._held.items()]
+        """The corrections that this rank holds, by name."""
+        mine = [(name, len(p.parameter)) for name, p in self.held.items()]
         everyone = gather_values(list[tuple[str, int]], mine) if rate else []
         self._sizes = dict(sorted({pair for pairs in everyone for pair in pairs}))
         self._counts: dict[str, Tensor] = {}
@@ -62,7 +63,8 @@ class RouterCorrections:
     @torch.no_grad()
     def update(self, is_finite: Tensor | None = None) -> None:
         """After the optimizer's step. `is_finite`: on the device; where it is false nothing changes."""
-        for name, correction in self._held.items():
+        for name, p in self.held.items():
+            correction = p.parameter.detach()
             counts = self._counts[name]
             change = self._rate * torch.sign(counts.mean() - counts)
             if is_finite is not None:

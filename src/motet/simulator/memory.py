@@ -90,6 +90,13 @@ def peak_by_kind(
     return result
 
 
+def most_saved(program: Program, costs: Costs, times: Times, ranks: Iterable[int]) -> dict[int, int]:
+    """The most activations and logits that each of these ranks keeps at once, which need not be when it holds most of
+    everything."""
+    saved = _saved(program, costs, times).of_ranks(ranks, len(program.lanes.of_rank))
+    return {rank: int(_curve([holds], 0).bytes_held.max()) for rank, holds in saved.items()}
+
+
 def _saved(program: Program, costs: Costs, times: Times, sizes: Ints | None = None) -> _Holds:
     """Tensors that forwards and input halves save. `sizes`: by half and cell; None: those of the costs."""
     dependencies, routes = program.dependencies, program.dependencies.routes

@@ -30,7 +30,7 @@ from motet.schedule.lower import Message, Program
 from motet.schedule.routes import Cell
 from motet.simulator.clock import Times
 from motet.simulator.costs import Costs, GroupCosts, StepCosts
-from motet.simulator.memory import memory_curves, peak_by_kind
+from motet.simulator.memory import memory_curves, most_saved, peak_by_kind
 from motet.simulator.replica_folding import Folding
 from motet.timeline import MemoryCurve, Span, Timeline
 
@@ -239,6 +239,12 @@ class SimulationResult:
         """What each of these ranks holds when it holds most (`motet.simulator.memory.peak_by_kind`)."""
         stands_for = {rank: rank if self.folding is None else int(self.folding.rank_of[rank]) for rank in ranks}
         found = peak_by_kind(self.program, self.costs, self.seconds, self.times, set(stands_for.values()))
+        return {rank: found[other] for rank, other in stands_for.items()}
+
+    def most_saved(self, ranks: Iterable[int]) -> dict[int, int]:
+        """The most activations and logits that each of these ranks keeps at once."""
+        stands_for = {rank: rank if self.folding is None else int(self.folding.rank_of[rank]) for rank in ranks}
+        found = most_saved(self.program, self.costs, self.times, set(stands_for.values()))
         return {rank: found[other] for rank, other in stands_for.items()}
 
     @cached_property

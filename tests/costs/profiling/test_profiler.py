@@ -96,10 +96,10 @@ def counted_time() -> Iterator[CountedTime]:
 def messages_that_take(time: CountedTime) -> Iterator[None]:
     """By their bytes; as one waits for the other, whoever sends and whoever receives is busy for half of it."""
 
-    def taking(function, seconds):
-        def call(tensor, *args, **kwargs):
-            function(tensor, *args, **kwargs)
-            time.now_s += seconds + tensor.nbytes / LINK_BYTES_PER_S
+    def taking(function, seconds, size_of=0):
+        def call(*args, **kwargs):
+            function(*args, **kwargs)
+            time.now_s += seconds + args[size_of].nbytes / LINK_BYTES_PER_S
 
         return call
 
@@ -107,6 +107,9 @@ def messages_that_take(time: CountedTime) -> Iterator[None]:
         mock.patch.object(dist, "send", taking(dist.send, MESSAGE_S)),
         mock.patch.object(dist, "recv", taking(dist.recv, MESSAGE_S)),
         mock.patch.object(dist, "all_reduce", taking(dist.all_reduce, SUM_S)),
+        mock.patch.object(dist, "all_gather_into_tensor", taking(dist.all_gather_into_tensor, 2 * SUM_S)),
+        mock.patch.object(dist, "reduce_scatter_tensor", taking(dist.reduce_scatter_tensor, 3 * SUM_S, size_of=1)),
+        mock.patch.object(dist, "all_to_all_single", taking(dist.all_to_all_single, 4 * SUM_S)),
     ):
         yield
 
@@ -219,9 +222,15 @@ def test_links_with_a_rank_that_only_waits():
         with counted_time() as time, messages_that_take(time):
             return measure_links(CPU, repetitions=1)
 
-    message, all_reduce = run_distributed(work, 3)[2]
-    assert (message.latency_s, message.bytes_per_s) == pytest.approx((MESSAGE_S, LINK_BYTES_PER_S))
-    assert (all_reduce.latency_s, all_reduce.bytes_per_s) == pytest.approx((SUM_S, LINK_BYTES_PER_S))
+    links = run_distributed(work, 3)[2]
+    expected = {"all_gather": 2 * SUM_S, "reduce_scatter": 3 * SUM_S, "all_to_all": 4 * SUM_S}
+    assert links.collectives.keys() == expected.keys()
+    for link, latency_s in (
+        (links.message, MESSAGE_S),
+        (links.all_reduce, SUM_S),
+        *((links.collectives[name], latency_s) for name, latency_s in expected.items()),
+    ):
+        assert (link.latency_s, link.bytes_per_s) == pytest.approx((latency_s, LINK_BYTES_PER_S))
 
 
 def test_a_module_that_is_one_stage_is_measured_whole():

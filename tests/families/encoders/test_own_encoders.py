@@ -19,6 +19,7 @@ from tiny_mllm import gradients_of, randomize, tiny_llama
 from torch import Tensor, nn
 
 from motet import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec, register_encoder, verify
+from motet.api import make_plan
 from motet.cli.main import main
 from motet.config import RunConfig
 from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
@@ -28,6 +29,7 @@ from motet.families.encoders import own_encoders
 from motet.families.entry_points import loaded
 from motet.models.hub.export import export_module, load_export
 from motet.models.materialize import float64_throughout
+from motet.runtime.assembly import check_linears
 from motet.strict_parsing import parse_strictly
 
 POINTS, SOUND = 38, 39
@@ -395,6 +397,15 @@ def test_it_has_no_other_parallelism(examples: Any, tmp_path: Path, capsys: pyte
         (line,) = capsys.readouterr().err.splitlines()
         assert "cloud" in line
         assert key in line
+
+
+@pytest.mark.usefixtures("examples")
+def test_its_linear_layers_do_not_compute_in_float8(tmp_path: Path) -> None:
+    values = write_run(tmp_path, **OWN)
+    values["train"]["linears"] = "float8"
+    run = parse_strictly(RunConfig, json.dumps(values), what="run.yaml")
+    with pytest.raises(UserError, match="not supported with encoders of your own, which cloud has"):
+        check_linears(run, make_plan(run).plan, torch.device("cpu"))
 
 
 # A package of its own ------------------------------------------------------------------------------------------------

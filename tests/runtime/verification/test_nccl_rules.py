@@ -160,6 +160,6 @@ def test_contrastive(name: str) -> None:
     check_contrastive(CASES[name], run=run_under_nccl_rules)
 
 
-@pytest.mark.parametrize("schedule", in_campaigns(["gpipe", "1f1b", "distmm_pipe"]))
+@pytest.mark.parametrize("schedule", in_campaigns(GENERATORS))
 def test_contrastive_schedules(schedule: str) -> None:
     check_contrastive(replace(CASES["stages"], schedule=schedule), run=run_under_nccl_rules)

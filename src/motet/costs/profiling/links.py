@@ -57,15 +57,28 @@ def hardware(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s) of a CPU"
 
 
-def measure_links(device: torch.device, repetitions: int = 15) -> tuple[LinkCost, LinkCost]:
-    """(message, all-reduce) between ranks 0 and 1, while the others wait. Collective.
+@dataclass(frozen=True)
+class MeasuredLinks:
+    message: LinkCost
+    all_reduce: LinkCost
+    collectives: dict[str, LinkCost]
+    """By name."""
 
-    The all-reduce is a gradient bucket's: flattened, summed and put back."""
+
+def measure_links(device: torch.device, repetitions: int = 15) -> MeasuredLinks:
+    """Messages and collectives between ranks 0 and 1, while the others wait. Collective.
+
+    They are as in training: the all-reduce is a gradient bucket's, flattened, summed and put back; what is gathered is
+    copied to where it is used, and what is scattered is flattened before."""
     pair = dist.new_group([0, 1])
     is_member = dist.get_rank() < 2
-    messages, sums, sizes = [], [], []
+    names = ("message", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    sizes = []
     for num_elements in LINK_ELEMENTS:
         tensor = torch.zeros(num_elements, device=device)
+        whole = torch.zeros(2 * num_elements, device=device)
+        half = torch.zeros(len(whole) // 2, device=device)
 
         def one_way(tensor: torch.Tensor = tensor) -> None:
             if dist.get_rank() == 0:
@@ -82,14 +95,29 @@ def measure_links(device: torch.device, repetitions: int = 15) -> tuple[LinkCost
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total)
 
-        # There and back are two messages.
-        messages.append(_median_s(one_way if is_member else _nothing, repetitions, device) / 2)
-        sums.append(_median_s(add if is_member else _nothing, repetitions, device))
+        def gather(whole: torch.Tensor = whole, half: torch.Tensor = half) -> None:
+            gathered = torch.empty_like(whole)
+            dist.all_gather_into_tensor(gathered, half, group=pair)
+            whole.copy_(gathered)
+
+        def scatter(whole: torch.Tensor = whole, half: torch.Tensor = half) -> None:
+            dist.reduce_scatter_tensor(half, torch.cat(whole.chunk(NUM_GRADIENTS)), group=pair)
+
+        def exchange(whole: torch.Tensor = whole) -> None:
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=pair)
+
+        for name, run in zip(names, (one_way, add, gather, scatter, exchange), strict=True):
+            seconds = _median_s(run if is_member else _nothing, repetitions, device)
+            times[name].append(seconds / 2 if name == "message" else seconds)  # There and back are two messages.
         sizes.append(4.0 * num_elements)
-    measured = torch.tensor([messages, sums], dtype=torch.float64, device=communication_device())
+    measured = torch.tensor(list(times.values()), dtype=torch.float64, device=communication_device())
     dist.broadcast(measured, 0)
-    message_s, sum_s = measured.tolist()
-    return fit_link(sizes, message_s), fit_link(sizes, sum_s)
+    of_tensor, of_whole = sizes, [2 * size for size in sizes]
+    fitted = {
+        name: fit_link(of_whole if name in names[2:] else of_tensor, seconds)
+        for name, seconds in zip(names, measured.tolist(), strict=True)
+    }
+    return MeasuredLinks(fitted.pop("message"), fitted.pop("all_reduce"), fitted)
 
 
 def measure_optimizer(

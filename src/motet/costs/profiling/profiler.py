@@ -274,15 +274,16 @@ def profile(
                 "median_error": round(fit.median_error, 4),
                 "worst_error": round(fit.worst_error, 4),
             }
-    message, all_reduce = measure_links(device) if world_size() > 1 else (None, None)
+    links = measure_links(device) if world_size() > 1 else None
     constant_s, per_parameter_s = measure_optimizer(device, dtype=options.parameter_dtype)
     return CostTable(
         modules=costs,
         source="profiled",
         hardware=hardware(device),
         date=date.today().isoformat(),
-        message=message,
-        all_reduce=all_reduce,
+        message=None if links is None else links.message,
+        all_reduce=None if links is None else links.all_reduce,
+        collectives={} if links is None else links.collectives,
         optimizer_constant_s=constant_s + measure_end_of_step(device),
         optimizer_s_per_parameter=per_parameter_s,
         notes=notes,

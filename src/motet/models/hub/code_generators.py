@@ -71,7 +71,7 @@ def save_code_decoder(folder: Path, name: str, described: CodesDescription, tens
     where = f"{name}.module"
     save_part(folder / name, described.model_class, described.config, tensors_under(tensors, where), where=where)
     stored = transformers_class(described.codec_class).from_pretrained(
-        stored_folder(described.stored), use_safetensors=True
+        stored_folder(described.stored), trust_remote_code=False, use_safetensors=True
     )
     stored.save_pretrained(folder / f"{name}_codec")
 

@@ -44,6 +44,9 @@ IN_MASKS = ("token_type_ids",)
 """Features that models read inside of masks, under vmap: an ordinary tensor."""
 
 
+SHOWS_PADDING = "pixel_attention_mask"
+"""Input of functions that look at pixels themselves, to find out which of a batch's images are padding."""
+
 POSITIONS = "get_rope_index"
 """Name of the method that finds positions in several axes, from token ids and grids."""
 
@@ -77,6 +80,7 @@ class CompositeEncoderStage(StageBase):
         num_deep = composite.num_deep_features if composite.is_deep(name) else 0
         width = int(model.config.get_text_config().hidden_size)
         self.hidden_size, self.output_size = width, (1 + num_deep) * width
+        self.features_on_host = any(SHOWS_PADDING in function.inputs for function in self.part.functions)
         put_stand_ins_for_others(model, composite, name)
 
     def train(self, mode: bool = True) -> Self:
@@ -109,7 +113,7 @@ class CompositeEncoderStage(StageBase):
         for index, function in enumerate(self.part.functions):
             given = [features for features in inputs.features if function.raw in features]
             if given:
-                tensors = on_device(collate(given, function.inputs), self.device)
+                tensors = on_device(collate(given, function.inputs), self.device, keeps_all=self.features_on_host)
                 with values_known(self.device), masks_known():
                     rows = (
                         self._encode(function, tensors)
@@ -355,11 +359,11 @@ def _say_where(part: PreTrainedModel, model: Any) -> None:
     part.__class__ = type(type(part).__name__, (type(part),), told)
 
 
-def on_device(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Inputs of a model, of whose integers the host keeps the values."""
+def on_device(inputs: Mapping[str, Tensor], device: torch.device, *, keeps_all: bool = False) -> dict[str, Tensor]:
+    """Inputs of a model, of whose integers the host keeps the values. `keeps_all`: of all numbers."""
     return {
         key: to_device(tensor, device)
-        if tensor.is_floating_point() or key in IN_MASKS
+        if (tensor.is_floating_point() and not keeps_all) or key in IN_MASKS
         else HostValues.of(tensor, device)
         for key, tensor in inputs.items()
     }

@@ -74,7 +74,9 @@ def expert_sizes(problem: PlanningProblem, name: str, tp: int, num_replicas: int
 
 def largest_ep(problem: PlanningProblem, name: str, tp: int, num_replicas: int) -> int:
     """The most ranks that may share the module's experts; 1 unless the problem is about plans that share them."""
-    return max(expert_sizes(problem, name, tp, num_replicas), default=1) if problem.shares_experts else 1
+    if problem.max_ep == 1:
+        return 1
+    return max((ep for ep in expert_sizes(problem, name, tp, num_replicas) if ep <= problem.max_ep), default=1)
 
 
 def _check_experts(problem: PlanningProblem, name: str, degrees: Degrees) -> None:

@@ -58,6 +58,10 @@ class LayoutCosts:
         return self.problem.remembered(key, lambda: self._bound_s(layout, split_backward))
 
     def _bound_s(self, layout: Layout, split_backward: bool) -> float:
+        return self.fixed_s(layout) + max(self.ends_s(layout, split_backward=split_backward))
+
+    def ends_s(self, layout: Layout, *, split_backward: bool) -> list[float]:
+        """For each group, a lower bound of the time until all that must follow its work is done."""
         heads, tails = self._heads_and_tails(layout)
         work, weight = [0.0] * len(layout.group_sizes), [0.0] * len(layout.group_sizes)
         head, tail = [float("inf")] * len(work), [float("inf")] * len(work)
@@ -71,10 +75,10 @@ class LayoutCosts:
                 head[group] = before
             if after < tail[group]:
                 tail[group] = after
-        return self.fixed_s(layout) + max(
+        return [
             h + w + (max(0.0, t - free) if split_backward else t)
             for h, w, t, free in zip(head, work, tail, weight, strict=True)
-        )
+        ]
 
     def _parts(self, layout: Layout) -> list[_Part]:
         """The chunks with their sums and layers. Those of the last layout are kept, as several estimates need them."""
@@ -97,7 +101,7 @@ class LayoutCosts:
         num_replicas = layout.num_replicas(name)
         key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
         if key not in self._sums:
-            remembered = ("layout sums", *key, self.problem.shares_experts)
+            remembered = ("layout sums", *key, self.problem.max_ep)
             self._sums[key] = self.problem.remembered(remembered, lambda: self._sum_layers(*key))
         return self._sums[key]
 
@@ -197,8 +201,10 @@ class LayoutCosts:
         """Estimated bytes by which the fullest rank exceeds its memory; 0 if all fit."""
         return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem.cluster))
 
-    def needed_bytes(self, layout: Layout) -> float:
-        """Estimated memory of the fullest rank."""
+    def needed_bytes(self, layout: Layout, *, remembered: bool = True) -> float:
+        """Estimated memory of the fullest rank. `remembered`: False for one of very many layouts."""
+        if not remembered:
+            return self._needed_bytes(layout)
         return self.problem.remembered(("needed bytes", *layout.content), lambda: self._needed_bytes(layout))
 
     def _needed_bytes(self, layout: Layout) -> float:

@@ -11,7 +11,12 @@ a witness. Limits cannot deadlock it either: when nothing of a pipeline (replica
 ranks are free and every ready backward would have begun, so if work is left, some forward is ready and held back by a
 limit alone; the most urgent one is let through. So no pipeline's order depends on another's.
 
-Limits: greedy, hence not optimal; backwards are not split.
+With a `Policy`, urgencies are numbers instead: the longest time from an action's start to the end of the iteration goes
+first (the critical path), with weights for earlier microbatches and for backwards. Backwards may then be split into
+halves: input halves stand where backwards do, and weight halves, for which nothing waits, run where nothing else can,
+or where an input half would exceed the memory.
+
+Limits: greedy, hence not optimal.
 
 Cells, actions and stages are numbers here (`motet.schedule.dependencies`), as are urgencies: an action's place when all
 are sorted by what `_set_urgencies` states. *Units* are ranks that hold the same stages: they do all things together.
@@ -21,6 +26,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,6 +75,15 @@ class MemoryLimit:
     """Bytes kept between the halves of the backward (with recomputation more than before it). None: the same."""
 
 
+class Policy(NamedTuple):
+    """Weights of an action's urgency, as shares of its pipeline's longest path."""
+
+    earlier: float
+    """For the first of all microbatches compared with the last."""
+    backward: float
+    """For backwards and input halves compared with forwards."""
+
+
 def list_schedule(
     routes: Routes,
     costs: Durations | None = None,
@@ -82,13 +97,12 @@ def list_schedule(
     `in_flight`: how many microbatches a stage may have begun and not finished; None: any number. A microbatch that has
     no backward is finished when its output is consumed. `all_forwards_first`: no backward before the last forward.
     """
-    ranks = _Ranks(routes)
-    lists = _Clock(routes, ranks, costs or unit_duration, in_flight or {}, memory, all_forwards_first).run()
-    arrays = [np.array(actions, dtype=np.int64) for actions in lists]
-    return Schedule.of_numbers(Dependencies(routes), [arrays[unit] for unit in ranks.unit_of_rank])
+    ranks = Ranks(routes)
+    clock = ListClock(routes, ranks, costs or unit_duration, in_flight or {}, memory, all_forwards_first)
+    return ranks.schedule(routes, clock.run())
 
 
-class _Ranks:
+class Ranks:
     """Ranks of each stage of the routes, as units that compute together."""
 
     def __init__(self, routes: Routes) -> None:
@@ -104,40 +118,55 @@ class _Ranks:
         ]
         """Of each stage."""
 
+    def schedule(self, routes: Routes, lists: Sequence[Sequence[int]]) -> Schedule:
+        """`lists`: the actions of each unit."""
+        arrays = [np.array(actions, dtype=np.int64) for actions in lists]
+        return Schedule.of_numbers(Dependencies(routes), [arrays[unit] for unit in self.unit_of_rank])
 
-class _Clock:
+
+class ListClock:
     def __init__(
         self,
         routes: Routes,
-        ranks: _Ranks,
+        ranks: Ranks,
         duration_s: Durations,
         in_flight: Mapping[StageKey, int],
         memory: MemoryLimit | None,
-        all_forwards_first: bool,
+        all_forwards_first: bool = False,
+        *,
+        policy: Policy | None = None,
+        splits: bool = False,
     ) -> None:
+        """`splits`: backwards into halves; needs a `policy`."""
         self.all_forwards_first = all_forwards_first
         self.num_cells = routes.num_cells
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
         self.cell_stage: list[int] = routes.cell_stage.tolist()
         self.has_backward: list[bool] = routes.cell_has_backward.tolist()
         self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
-        backwards = self.first_backward + np.flatnonzero(routes.cell_has_backward)
-        self.actions = np.concatenate([np.arange(routes.num_cells), backwards[::-1]])
+        self.actions = self._in_order(routes, splits)
         """Actions in topological order."""
         self.tables = ActionTables(Dependencies(routes), self.actions, duration_s)
         self.routes_out = routes.routes_out.lengths.tolist()
         source = routes.route_source.tolist()
         self.sources = [[source[route] for route in entering] for entering in routes.routes_in.to_lists()]
         """For each cell, those whose output it reads."""
-        self._set_urgencies(due_by_cell(routes))
         number = pipeline_numbers(routes)
         self.pipeline = [number[stage.module, stage.replica] for stage in routes.stages]
+        self.ended_s = [0.0] * (1 + max(number.values()))
+        """End of each pipeline's last action."""
+        if policy is None:
+            self._set_urgencies(due_by_cell(routes))
+        else:
+            self._set_urgencies_by(policy, due_by_cell(routes))
 
         num_stages, num_units = len(routes.stages), len(self.stages_of_unit)
         self.limit = [in_flight.get(StageKey(*stage[:3]), inf) for stage in routes.stages]
         self.ready_forwards: list[list[int]] = [[] for _ in range(num_stages)]
         """Heaps of urgencies."""
         self.ready_backwards: list[list[int]] = [[] for _ in range(num_stages)]
+        self.ready_weights: list[list[int]] = [[] for _ in range(num_stages)]
+        """Actions for which nothing waits."""
         self.missing = [len(values) for values in self.tables.reads]
         self.consumers_left = list(self.routes_out)
         self.begun = [0] * num_stages
@@ -152,27 +181,56 @@ class _Clock:
         """Actions of each pipeline."""
         self._set_memory(routes, ranks, memory)
 
+    def _in_order(self, routes: Routes, splits: bool) -> Ints:
+        cells = np.flatnonzero(routes.cell_has_backward)[::-1]
+        has_both = routes.cell_has_input_gradient & routes.cell_has_weight_gradient & splits
+        self.is_split: list[bool] = has_both.tolist()
+        self.is_deferred: list[bool] = (splits & ~routes.cell_has_input_gradient).tolist()
+        """By cell: whether nothing waits for its whole backward."""
+        number = {kind: place * routes.num_cells for place, kind in enumerate(KINDS)}
+        self.first_input, self.first_weight = number[Kind.INPUT], number[Kind.WEIGHT]
+        backwards = np.where(has_both[cells], number[Kind.INPUT], number[Kind.BACKWARD]) + cells
+        return np.concatenate([np.arange(routes.num_cells), backwards, self.first_weight + cells[has_both[cells]]])
+
+    def _set_urgencies_by(self, policy: Policy, due: Sequence[int]) -> None:
+        remaining_s = np.array(self._remaining_s())[self.actions]
+        cells, is_forward = self.actions % self.num_cells, self.actions < self.num_cells
+        pipeline = np.array(self.pipeline)[np.array(self.cell_stage)[cells]]
+        longest_s, last = np.zeros(len(self.ended_s)), np.ones(len(self.ended_s))
+        np.maximum.at(longest_s, pipeline, remaining_s)
+        np.maximum.at(last, pipeline, np.array(due, dtype=float)[cells])
+        urgent = remaining_s / np.maximum(longest_s[pipeline], np.finfo(float).tiny)
+        urgent += policy.backward * ~is_forward - policy.earlier * np.array(due)[cells] / last[pipeline]
+        self._number_urgencies(np.lexsort((np.array(due)[cells], -urgent)))
+
     def _set_urgencies(self, due: Sequence[int]) -> None:
         """Smaller goes first: forwards that someone waits for, backwards, forwards that nobody waits for; then the
         first microbatch of a last stage that waits for the cell; then the longest time from the action's start to the
         end of the iteration."""
-        tables, actions = self.tables, self.actions.tolist()
-        remaining_s = [0.0] * len(tables.seconds)
-        for action in reversed(actions):
-            after = [remaining_s[reader] for value in tables.writes[action] for reader in tables.readers.get(value, ())]
-            remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
+        remaining_s = self._remaining_s()
         is_forward = self.actions < self.num_cells
         cells = self.actions % self.num_cells
         waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
         turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
         keys = (-np.array(remaining_s)[self.actions], np.array(due, dtype=np.int64)[cells], turn)
-        self.action_of: list[int] = self.actions[np.lexsort(keys)].tolist()
+        self._number_urgencies(np.lexsort(keys))
+
+    def _remaining_s(self) -> list[float]:
+        """The longest time from each action's start to the end of the iteration."""
+        tables, remaining_s = self.tables, [0.0] * len(self.tables.seconds)
+        for action in reversed(self.actions.tolist()):
+            after = [remaining_s[reader] for value in tables.writes[action] for reader in tables.readers.get(value, ())]
+            remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
+        return remaining_s
+
+    def _number_urgencies(self, order: Ints) -> None:
+        self.action_of: list[int] = self.actions[order].tolist()
         """By urgency."""
-        self.urgency = [NOTHING] * len(tables.seconds)
+        self.urgency = [NOTHING] * len(self.tables.seconds)
         for urgency, action in enumerate(self.action_of):
             self.urgency[action] = urgency
 
-    def _set_memory(self, routes: Routes, ranks: _Ranks, memory: MemoryLimit | None) -> None:
+    def _set_memory(self, routes: Routes, ranks: Ranks, memory: MemoryLimit | None) -> None:
         self.sizes: list[int] | None = None
         """Bytes that cells keep until their backward; None without a limit."""
         self.bytes_held = [0] * len(self.stages_of_unit)
@@ -185,6 +243,12 @@ class _Clock:
         self.sizes = [
             memory.saved_bytes(cell) if kept else 0 for cell, kept in zip(routes.cells, self.has_backward, strict=True)
         ]
+        half = memory.half_saved_bytes or memory.saved_bytes
+        self.half_sizes = [half(cell) if own else 0 for cell, own in zip(routes.cells, self.is_split, strict=True)]
+        grown = [half_size - size for half_size, size in zip(self.half_sizes, self.sizes, strict=True)]
+        grown_most = [max(0, *grown[stage.first : stage.last]) for stage in routes.stages]
+        self.room = [max((grown_most[s] for s in own), default=0) for own in ranks.stages_of_unit]
+        """Bytes of each unit that an input half may leave more than it finds."""
         self.largest = [max(self.sizes[stage.first : stage.last], default=0) for stage in routes.stages]
         """Bytes of each stage's largest microbatch."""
         self.limit_bytes = [inf] * len(self.stages_of_unit)
@@ -211,16 +275,26 @@ class _Clock:
             while self.running and self.running[0][0] == now:
                 action = heapq.heappop(self.running)[2]
                 self._finish(action, idle)
-                touched.add(self.pipeline[self.cell_stage[action % self.num_cells]])
+                pipeline = self.pipeline[self.cell_stage[action % self.num_cells]]
+                self.ended_s[pipeline] = now
+                touched.add(pipeline)
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
         return self.lists
 
     def _push(self, action: int) -> int:
         """Returns the action's stage."""
         stage = self.cell_stage[action % self.num_cells]
-        queues = self.ready_forwards if action < self.num_cells else self.ready_backwards
-        heapq.heappush(queues[stage], self.urgency[action])
+        heapq.heappush(self._queues(action)[stage], self.urgency[action])
         return stage
+
+    def _queues(self, action: int) -> list[list[int]]:
+        if action < self.num_cells:
+            return self.ready_forwards
+        if action >= self.first_weight or (
+            action < self.first_input and self.is_deferred[action - self.first_backward]
+        ):
+            return self.ready_weights
+        return self.ready_backwards
 
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
@@ -233,8 +307,21 @@ class _Clock:
                 best = backwards[0]
             if forwards and forwards[0] < best and self._is_within_limits(stage, self.action_of[forwards[0]]):
                 best = forwards[0]
+        if best == len(self.action_of) or self._exceeds(unit, self.action_of[best]):
+            deferred = [
+                self.ready_weights[stage][0] for stage in self.stages_of_unit[unit] if self.ready_weights[stage]
+            ]
+            free = [each for each in deferred if self._is_free(self.cell_stage[self.action_of[each] % self.num_cells])]
+            best = min(free, default=best)
         if best < len(self.action_of):
             self._start(now, self.action_of[best])
+
+    def _exceeds(self, unit: int, action: int) -> bool:
+        """Whether an input half leaves more behind than there is room for."""
+        if self.sizes is None or not self.first_input <= action < self.first_weight:
+            return False
+        cell = action - self.first_input
+        return self.bytes_held[unit] + self.half_sizes[cell] - self.sizes[cell] > self.limit_bytes[unit]
 
     def _is_free(self, stage: int) -> bool:
         units = self.units[stage]
@@ -250,7 +337,7 @@ class _Clock:
             return True
         size = self.sizes[cell]
         return all(
-            self.bytes_held[unit] + size + self._kept_free(unit, stage) <= self.limit_bytes[unit]
+            self.bytes_held[unit] + size + self.room[unit] + self._kept_free(unit, stage) <= self.limit_bytes[unit]
             for unit in self.units[stage]
         )
 
@@ -274,7 +361,7 @@ class _Clock:
 
     def _start(self, now: float, action: int) -> None:
         stage, is_forward = self.cell_stage[action % self.num_cells], action < self.num_cells
-        started = heapq.heappop((self.ready_forwards if is_forward else self.ready_backwards)[stage])
+        started = heapq.heappop(self._queues(action)[stage])
         assert self.action_of[started] == action
         for unit in self.units[stage]:
             self.busy[unit] = True
@@ -292,8 +379,9 @@ class _Clock:
         if self.sizes is not None and self.has_backward[cell]:
             self.holding[stage] += sign
             self.to_save[stage] -= sign > 0
+            size = self.half_sizes[cell] if sign < 0 and self.is_split[cell] else self.sizes[cell]
             for unit in self.units[stage]:
-                self.bytes_held[unit] += sign * self.sizes[cell]
+                self.bytes_held[unit] += sign * size
 
     def _finish(self, action: int, idle: set[int]) -> None:
         """Frees the action's ranks and passes on what it wrote; adds the units that may have something to start."""
@@ -308,13 +396,18 @@ class _Clock:
                 self.missing[reader] -= 1
                 if not self.missing[reader]:
                     idle.update(self.units[self._push(reader)])
+        if self.sizes is not None and self.first_input <= action < self.first_weight:
+            cell = action - self.first_input
+            for unit in self.units[stage]:
+                self.bytes_held[unit] += self.half_sizes[cell] - self.sizes[cell]
         for cell in self._finished_cells(action):
             self._count(cell, -1)
             idle.update(self.units[self.cell_stage[cell]])
 
     def _finished_cells(self, action: int) -> Iterator[int]:
         if action >= self.num_cells:
-            yield action - self.first_backward
+            if not self.first_input <= action < self.first_weight:
+                yield action % self.num_cells
             return
         if not self.has_backward[action] and not self.routes_out[action]:
             yield action
