@@ -27,7 +27,7 @@ from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel import split_backward
 from motet.parallel.tensor.tensor_parallel import TensorParallel
-from motet.plan import ModulePlan, Stage
+from motet.plan import LANGUAGE_MODEL, ModulePlan, Stage
 from motet.runtime.local_model import StageMaker
 from motet.schedule.action import Compute, Kind
 from motet.shapes.module_shape import ModuleWorkload
@@ -56,14 +56,17 @@ class Seconds(NamedTuple):
 
 
 class _Sleep(torch.autograd.Function):
-    """Zeros of a shape after some seconds; its backward, or each half of it, takes other seconds and returns zeros."""
+    """Zeros of some shapes after some seconds; its backward, or each half of it, takes other seconds and returns
+    zeros."""
 
     @staticmethod
-    def forward(ctx: Any, sleeper: Sleeper, shape: tuple[int, ...], seconds: Seconds, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, sleeper: Sleeper, shapes: Sequence[tuple[int, ...]], seconds: Seconds, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.sleeper, ctx.seconds, ctx.split = sleeper, seconds, split_backward.SplitBackward.current
         ctx.shapes = [None if isinstance(tensor, nn.Parameter) else tensor.shape for tensor in inputs]
         sleeper.sleep(seconds.forward)
-        return torch.zeros(shape)
+        return tuple(torch.zeros(shape) for shape in shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,6 +100,7 @@ class EmulatedStage(nn.Module):
         name: the module whose layouts are read.
         seconds: for each microbatch, by the ids of its samples.
         parameter_sizes: for each trainable layer, the elements of its parameter.
+        incoming_sizes: widths of what other modules send into it, by module, where they are not its own.
     """
 
     needs_features = False
@@ -108,9 +112,11 @@ class EmulatedStage(nn.Module):
         layers: tuple[int, int],
         seconds: Mapping[SampleIds, Seconds],
         parameter_sizes: Mapping[int, int],
+        incoming_sizes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        if workload.tied or workload.cross_attends:
+        # A generator's conditions travel with its places.
+        if workload.tied or (workload.cross_attends and workload.kind != "generator"):
             raise ValueError(f"{name}: modules with tied parameters or cross-attention cannot be emulated")
         self.name, self.layers, self._workload, self._seconds = name, layers, workload, seconds
         self.hidden_size = workload.boundary(layers[0])[1]
@@ -119,6 +125,11 @@ class EmulatedStage(nn.Module):
             {str(layer): nn.Parameter(torch.zeros(size)) for layer, size in parameter_sizes.items()}
         )
         self._sleeper = Sleeper()
+        self._incoming_sizes = incoming_sizes or {}
+        self._has_loss = workload.kind in ("language_model", "generator") and layers[1] == workload.num_layers
+
+    def incoming_size(self, source: str) -> int:
+        return self._incoming_sizes.get(source, self.hidden_size)
 
     def after_update(self) -> None:
         """No parameter has a limit."""
@@ -140,15 +151,33 @@ class EmulatedStage(nn.Module):
         if self._workload.kind == "language_model":
             sequences = layout_of(samples, self.name, packed=self._workload.arrangement == "packed")
             return (*sequences.shape, width)
+        if self._workload.kind == "generator":
+            return self._generator_shape(layer, samples)
         counts = (s.num_outputs(self.name) if rows == "outputs" else s.num_tokens(self.name) for s in samples)
         return (sum(counts), width)
+
+    def _generator_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, ...]:
+        """Behind the connector an image's conditions travel and, if there is one, the pooled condition; behind later
+        layers its places, its conditions and the vectors of its time step."""
+        num_images = sum(len(sample.layouts[self.name]) for sample in samples)
+        num_conditions = sum(sample.num_outputs(LANGUAGE_MODEL, self.name) for sample in samples)
+        sizes = self._workload.config["condition_size"], self._workload.config["pooled_size"]
+        if layer == 1:
+            return num_conditions + bool(sizes[1]) * num_images, max(sizes)
+        num_places = sum(sample.num_tokens(self.name) for sample in samples)
+        num_rows = num_places + num_conditions + self._workload.num_time_vectors * num_images
+        return num_rows, self._workload.hidden_size
 
     def forward(self, inputs: StageInput) -> StageOutput:
         seconds = self._seconds[tuple(sample.id for sample in inputs.samples)]
         tensors = [*([] if inputs.hidden is None else [inputs.hidden]), *inputs.incoming.values(), *self.parameters()]
-        if self._workload.kind == "language_model" and self.layers[1] == self._workload.num_layers:
-            return StageOutput(loss=_Sleep.apply(self._sleeper, (), seconds, *tensors))
-        return StageOutput(_Sleep.apply(self._sleeper, self.output_shape(inputs.samples), seconds, *tensors))
+        if not self._has_loss:
+            (hidden,) = _Sleep.apply(self._sleeper, [self.output_shape(inputs.samples)], seconds, *tensors)
+            return StageOutput(hidden)
+        if not inputs.hands_on:
+            return StageOutput(loss=_Sleep.apply(self._sleeper, [()], seconds, *tensors)[0])
+        num_rows = sum(sample.num_tokens(self.name) for sample in inputs.samples)
+        return StageOutput(*_Sleep.apply(self._sleeper, [(num_rows, self.output_size), ()], seconds, *tensors))
 
 
 def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
@@ -168,10 +197,15 @@ def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
             workload,
             stage.layers,
             dict(_seconds(costs, name, replica, module.replicas[replica].stages.index(stage))),
-            {
+            parameter_sizes={
                 layer: workload.layers[layer].num_parameters_per_rank(tp.size) if len(module.replicas) > 1 else 1
                 for layer in range(*stage.layers)
                 if module.is_trainable((layer, layer + 1))
+            },
+            incoming_sizes={
+                edge.source: costs.workloads[edge.source].boundary(costs.workloads[edge.source].num_layers)[1]
+                for edge in costs.plan.edges
+                if edge.target == name
             },
         )
 

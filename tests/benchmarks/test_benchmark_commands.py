@@ -33,6 +33,7 @@ COMMANDS = {
     "expert_families": f"{ENGINE} --samples 4 --tokens 8",
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
+    "generator_ratio": f"{ENGINE} --repetitions 1 --costs costs.json",
     "message_bytes": "--layers 2 --width 64 --microbatches 2 --tokens 8 --only pp",
     "executor_overhead": "--rounds 1 --microbatches 4 --iterations 4",
     "host_waits": "--only padding",

@@ -1,6 +1,7 @@
 """Every benchmark runs at a tiny size. What it measures there means nothing; that it compares like with like does."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks import (
     data_service,
     deferral,
     frozen_aware,
+    generator_ratio,
     pipeline_against_torch,
     prediction,
     run_ahead,
@@ -24,7 +26,9 @@ from benchmarks import (
 )
 from benchmarks.measuring import Spread, ratio, seconds
 from benchmarks.reporting import Report
+from motet.cluster import cpu_cluster
 from motet.costs.profiling import links as profiler_links
+from motet.planner.from_run_file import planning_problem
 from motet.runtime import launch
 from motet.schedule.generators import CONTRASTING, GENERATORS
 
@@ -123,6 +127,32 @@ def test_predictions_are_made_and_measured(tmp_path):
     text = text_of(report, tmp_path)
     assert len(re.findall(r"\| (?:computed|emulated) \|", text)) == 2
     assert "Error of the prediction: median" in text
+
+
+@pytest.mark.campaign
+def test_layouts_of_a_generator_are_compared(tmp_path):
+    arguments = [*TINY, "--repetitions", "1", "--costs", str(tmp_path / "costs.json")]
+    text = text_of(generator_ratio.main(arguments), tmp_path)
+    assert len(re.findall(r"^\| (apart|together) \|", text, flags=re.MULTILINE)) == 4
+    assert len(re.findall(r"Time apart over time together: predicted [\d.]+, measured [\d.]+ \(", text)) == 2
+    assert text.count("Goal: within") == 2
+
+
+def test_layouts_of_a_generator_have_the_same_microbatches():
+    config = generator_ratio.configuration(2, 64)
+    for make, size, num_ranks in ((generator_ratio.on_two, 16, 2), (generator_ratio.on_eight, 32, 8)):
+        batch = generator_ratio.DrawingBatch(config, num_samples=size)
+        plans = make(replace(planning_problem(config, batch.samples), cluster=cpu_cluster(num_ranks)))
+        assert {plan.num_ranks for plan in plans.values()} == {num_ranks}
+        numbers = {name: plan.num_microbatches for name, plan in plans.items()}
+        assert numbers == {"apart": size // 2, "together": size // 4}
+        generator = {name: _ranks(plan, "image") for name, plan in plans.items()}
+        assert not generator["apart"] & _ranks(plans["apart"], "language_model")
+        assert generator["together"] == set(range(num_ranks))
+
+
+def _ranks(plan, module):
+    return {rank for replica in plan.modules[module].replicas for stage in replica.stages for rank in stage.ranks}
 
 
 def test_cases_of_the_prediction_differ():

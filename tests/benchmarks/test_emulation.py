@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributed import run_distributed
+from generator_run import generator_config
 
 from benchmarks import emulation
 from benchmarks.emulation import EmulatedStage, Sleeper, emulated_stage_maker
@@ -12,6 +13,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
+from motet.data.run_file import open_samples
 from motet.families.encoders.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 from motet.parallel.tensor.tensor_parallel import TensorParallel
@@ -71,6 +73,20 @@ def test_shapes_are_those_of_the_real_stages(name, num_layers):
                 assert emulated.input_shape(members) == tuple(real.input_shape(members))
             if layers[1] < num_layers or name == "vision":
                 assert emulated.output_shape(members) == tuple(real.output_shape(members))
+
+
+def test_shapes_of_a_generator_are_those_of_the_real_stages(tmp_path):
+    run = generator_config(tmp_path)
+    source = open_samples(run)
+    whole = [source.sample(i) for i in range(8)]
+    members = [sample for sample in whole if sample.has("image")]
+    workload = planning_problem(run, whole).modules["image"].workload
+    tp = TensorParallel(group=None, rank=0, size=1)
+    for cut in range(1, workload.num_layers):
+        real = build_stage(run, "image", (0, cut), tp, torch.device("cpu"), recompute=None)
+        emulated = EmulatedStage("image", workload, (0, cut), {}, {}, {"language_model": 24})
+        assert emulated.output_shape(members) == tuple(real.output_shape(members))
+        assert emulated.incoming_size("language_model") == real.incoming_size("language_model")
 
 
 def test_lateness_is_taken_off_the_next_sleep(monkeypatch):

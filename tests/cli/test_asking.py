@@ -1,8 +1,13 @@
 """Judging what an exported model draws."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from motet.cli import asking, demo
 from motet.cli.asking import AskedToDraw
 from motet.data.tasks.dial_a_digit import Drawing, handwriting
 from motet.data.tasks.drawn_digits import read_digits
@@ -23,3 +28,20 @@ def test_a_request_that_is_answered_without_a_drawing_is_not_right_and_counts_fo
     assert whole == asked.likeness(drawn[:30])
     asked.wants_to_draw = np.zeros(30, dtype=bool)
     assert asked.likeness(drawn[:30]) == {"spread": 0.0, "novelty": 0.0}
+
+
+def test_held_out_examples_that_ask_for_no_drawing_leave_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that none of them does, though those of the training do."""
+    from motet.models.hub import drawing, export
+
+    task = SimpleNamespace(drawing=lambda split, index: None)
+    held_out: Any = SimpleNamespace(num_examples=3, task=task, tokenizer=SimpleNamespace(eos_token_id=1))
+    held_out.tokenizer.batch_decode = lambda texts, skip_special_tokens: []
+    monkeypatch.setattr(asking, "_HeldOut", lambda config: held_out)
+    whole: Any = SimpleNamespace(preprocess_callback=None, media_attention="causal", parts=dict)
+    monkeypatch.setattr(export, "load_export", lambda folder: whole)
+    monkeypatch.setattr(drawing, "load_generator", lambda folder, name: SimpleNamespace(placeholder_token_id=2))
+    monkeypatch.setattr("motet.models.hub.generation.generate_answers", lambda model, prompts, **options: [])
+    generators = {"image": SimpleNamespace(makes_sounds=False)}
+    config: Any = SimpleNamespace(model=SimpleNamespace(generators=generators))
+    assert demo._draw(config, Path("export"), Path("sheet.png")) is None

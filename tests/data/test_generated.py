@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from generator_run import SD3, generator_config, generator_run
+from generator_run import SD3, generator_config, generator_run, planned
 from PIL import Image
 
 from motet.assignment.sample import Sample, Segment
@@ -85,6 +85,7 @@ def test_rows_that_a_generator_reads() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"generator": {**SD3, "config": "DiTTransformer2DModel"}}, r"config: a DiTTransformer2DModel takes class labels"),
+    ({"generator": {**SD3, "config": "WanTransformer3DModel"}}, r"config: a WanTransformer3DModel generates videos"),
     ({"generator": {**SD3, "config": "SD4"}}, r"model\.generators\.image\.config: 'SD4' is not known"),
     ({"generator": {**SD3, "values": {**SD3["values"], "in_channels": 16, "out_channels": 16}}}, "in_channels: is 16"),
     (
@@ -104,6 +105,40 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, An
     run = generator_run(tmp_path, given.pop("generator", SD3), **given)
     with pytest.raises((UserError, ValueError), match=message):
         open_data(RunConfig.model_validate(run))
+
+
+CODE_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"objective": "v"}, "objective: is for diffusion models, but codec makes this a decoder of codes; leave it out"),
+    ({"guidance": 3.5}, "guidance: is for diffusion models"),
+    ({"spectrogram": {}}, "spectrogram: is for diffusion models"),
+    ({"autoencoder": {"path": "somewhere"}}, "autoencoder: is for diffusion models"),
+    (
+        {"config": "LlamaConfig"},
+        "config: a decoder of codes has random weights at first; give GPT2Config",
+    ),
+    ({"values": {"n_embd": 16, "vocab_size": 9}}, r"values\.vocab_size: follows from codec; leave it out"),
+    ({"values": {"n_embd": 16, "n_heads": 2}}, r"model\.generators\.voice\.values\.n_heads"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CODE_MISTAKES)
+def test_what_no_decoder_of_codes_can_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = generator_run(tmp_path, sounds=True, codes=changes, num_devices=5)
+    with pytest.raises((UserError, ValueError), match=message):
+        open_data(RunConfig.model_validate(run))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"pp": 2}, r"voice.*1"),
+        ({"tp": 2}, r"voice.*tp"),
+        ({"cp": 2}, r"parallel\.explicit\.voice\.cp: is 2, which is not supported for a generator"),
+    ],
+)
+def test_a_decoder_of_codes_is_one_stage(tmp_path: Path, layout: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        planned(tmp_path, {"sounds": True, "codes": {}, "explicit": {"voice": layout}, "num_devices": 6})
 
 
 def test_an_image_that_patches_do_not_divide_is_refused(tmp_path: Path) -> None:

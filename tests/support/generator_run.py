@@ -12,7 +12,14 @@ import soundfile
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
-from transformers import SiglipImageProcessor, WhisperFeatureExtractor
+from transformers import (
+    DacConfig,
+    DacModel,
+    MimiConfig,
+    MimiModel,
+    SiglipImageProcessor,
+    WhisperFeatureExtractor,
+)
 
 from motet.config import RunConfig
 from motet.data.chat import word_level_tokenizer
@@ -150,6 +157,14 @@ VOICE = {
     "null_condition": 0.2,
     "loss_weight": 0.5,
 }
+CODES = {
+    "config": "GPT2Config",
+    "values": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 160},
+    "queries": 2,
+    "null_condition": 0.2,
+    "loss_weight": 0.5,
+}
+"""A generator of sounds as codes; `generator_run` adds the codec."""
 KINDS = (
     ("draw 1", "Here is <generate> ."),
     ("see <image> and draw 2", "It is 3 and here is <generate> ."),
@@ -218,6 +233,7 @@ def generator_run(
     held_out: bool = False,
     sounds: bool = False,
     latents: bool = False,
+    codes: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
@@ -227,8 +243,14 @@ def generator_run(
         kinds: of the samples.
         sounds: whether an encoder of sounds and a generator of sounds are there too.
         latents: whether images are learned as latents of an autoencoder.
+        codes: if given, the generator of sounds makes codes of a tiny codec: its `model_type` under `codec`, and
+            options of this generator.
         options: of the generator.
     """
+    voice = VOICE
+    if codes is not None:
+        number = {"num_codebooks": 2}
+        voice = {**CODES, **codes, "codec": {"path": write_codec(folder, codes.get("codec", "mimi")), **number}}
     if latents:
         options["autoencoder"] = write_autoencoder(folder)
         channels = {"in_channels": 2, "out_channels": 2}
@@ -252,7 +274,7 @@ def generator_run(
             "language_model": {**language_model, **own["language_model"]},
             "generators": {
                 "image": {**generator, "queries": 3, "null_condition": 0.3, **options, **own["image"]},
-                **({"voice": {**VOICE, **own["voice"]}} if sounds else {}),
+                **({"voice": {**voice, **own["voice"]}} if sounds else {}),
             },
         },
         "data": {
@@ -293,6 +315,47 @@ def write_autoencoder(folder: Path) -> dict[str, str]:
 
 def generator_config(folder: Path, *args: Any, **options: Any) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(generator_run(folder, *args, **options)))
+
+
+def write_codec(folder: Path, model_type: str) -> str:
+    """A tiny audio codec of random weights, of sounds at 4 kHz."""
+    torch.manual_seed(0)
+    common = {"sampling_rate": 4000, "codebook_size": 16}
+    if model_type == "mimi":
+        config: Any = MimiConfig(
+            **common,
+            hidden_size=16,
+            num_filters=4,
+            upsampling_ratios=[5, 4],
+            codebook_dim=8,
+            vector_quantization_hidden_dimension=8,
+            num_quantizers=3,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=16,
+            sliding_window=8,
+            upsample_groups=16,
+        )
+        codec: Any = MimiModel(config)
+        # Codebooks of new models are all zeros, so every sound would have one code.
+        for name, buffer in codec.named_buffers():
+            if name.endswith("embed_sum"):
+                buffer.normal_()
+    else:
+        codec = DacModel(
+            DacConfig(
+                **common,
+                encoder_hidden_size=4,
+                downsampling_ratios=[4, 4],
+                decoder_hidden_size=16,
+                n_codebooks=3,
+                codebook_dim=4,
+            )
+        )
+    codec.save_pretrained(folder / model_type)
+    return str(folder / model_type)
 
 
 def planned(folder: Path, case: dict[str, Any]) -> tuple[RunConfig, Plan]:

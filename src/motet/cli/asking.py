@@ -108,7 +108,7 @@ class AskedToDraw:
                 by_request[drawing.request].append((i, drawing))
         chosen = [each for of_request in by_request.values() for each in of_request]
         self.contents: tuple[Drawing, ...] = tuple(drawing for _, drawing in chosen)
-        name = next(name for name, part in config.model.generators.items() if part.spectrogram is None)
+        name = next(name for name, part in config.model.generators.items() if not part.makes_sounds)
         self._model, self._generator = load_export(export), load_generator(export, name)
         prompts = [held_out.prompt(i) for i, _ in chosen]
         tokenizer = held_out.tokenizer

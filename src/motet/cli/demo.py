@@ -82,9 +82,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     answers = _ask(config, Path(result["export"]))
     _show_answers(answers)
     result |= {"answers": answers}
-    if draws:
-        result |= {"drawings": _draw(config, Path(result["export"]), output / "drawings.png")}
-        _show_drawings(result["drawings"])
+    drawings = _draw(config, Path(result["export"]), output / "drawings.png") if draws else None
+    if drawings is not None:
+        result |= {"drawings": drawings}
+        _show_drawings(drawings)
+    elif draws:
+        print("\nNo held-out example asks for a drawing; data.num_held_out gives more of them.")
     clock.lap("evaluate")
 
     _headline("5. What came of it")
@@ -121,11 +124,14 @@ def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
     }
 
 
-def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any]:
-    """Measures what a classifier reads in drawings, and how they differ from each other and from training images."""
+def _draw(config: "RunConfig", export: Path, sheet: Path) -> dict[str, Any] | None:
+    """Measures what a classifier reads in drawings, and how they differ from each other and from training images;
+    None: no held-out example asks for one."""
     from motet.cli.asking import AskedToDraw
 
     asked = AskedToDraw(config, export, num_each=NUM_DRAWN)
+    if not asked.contents:
+        return None
     drawn = asked.draw(guidance=GUIDANCE, num_steps=NUM_SAMPLING_STEPS)
     by_chance = asked.draw(guidance=0.0, num_steps=NUM_SAMPLING_STEPS)
     asked.sheet(drawn).save(sheet)

@@ -14,6 +14,7 @@ from motet.config.data_section import (
 )
 from motet.config.model_section import (
     AutoencoderConfig,
+    CodecConfig,
     CompositePartConfig,
     ContrastiveConfig,
     DecoderConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "AutoencoderConfig",
     "CatalogueConfig",
     "ClusterConfig",
+    "CodecConfig",
     "CompositePartConfig",
     "ContrastiveConfig",
     "ConversationsConfig",

@@ -217,6 +217,7 @@ class DescribedConfig(Section):
     """Sounds, by encoder."""
     generated: dict[str, DescribedImagesConfig] = {}
     """Sizes of generated images in pixels, by generator; generators work on latents with an eighth of the height and
-    width. For generators of sounds: spectrograms of `height` mel bands and `width` frames."""
+    width. For generators of sounds: spectrograms of `height` mel bands and `width` frames, or codes of `height`
+    codebooks and `width` frames."""
     num_train: NumSamples = 1_000_000
     """Number of samples in one epoch."""

@@ -150,11 +150,28 @@ class AutoencoderConfig(Section):
         return self
 
 
+class CodecConfig(Section):
+    """A stored audio codec of transformers (MimiModel or DacModel), which is frozen."""
+
+    hub: str | None = None
+    """Id of a model on the hub."""
+    path: str | None = None
+    """Local folder with config.json and safetensors."""
+    num_codebooks: Count = 8
+    """Number of codebooks whose codes are learned, the first ones of the codec."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "CodecConfig":
+        if (self.hub is None) == (self.path is None):
+            raise ValueError("give one of hub and path")
+        return self
+
+
 class GeneratorConfig(PartConfig):
     """A diffusion model that generates images, or sounds as spectrograms, from the language model's hidden states
     (docs/generators.md); `config` names a class of diffusers, for random weights: SD3Transformer2DModel,
     PixArtTransformer2DModel, SanaTransformer2DModel, FluxTransformer2DModel, QwenImageTransformer2DModel, or
-    UNet2DConditionModel, which is one stage."""
+    UNet2DConditionModel, which is one stage. With `codec` a GPT2Config: a decoder that generates sounds as codes."""
 
     queries: Count | None = None
     """Number of learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null:
@@ -162,6 +179,10 @@ class GeneratorConfig(PartConfig):
     spectrogram: SpectrogramConfig | None = None
     """If given (`{}` for the defaults), the generator makes sounds, which records name under `generate_audio`; null: it
     makes images."""
+    codec: CodecConfig | None = None
+    """If given, the generator makes sounds as codes of this codec, one after the other: `config` is GPT2Config, whose
+    blocks attend to the conditions, and records name sounds under `generate_audio`. Codes are made when samples are
+    prepared and stored in `~/.cache/motet` (`MOTET_CACHE`). null: it is a diffusion model."""
     autoencoder: AutoencoderConfig | None = None
     """If given, the generator works on latents of this autoencoder, which are computed when samples are prepared and
     stored in `~/.cache/motet` (`MOTET_CACHE`); null: it works on pixels."""
@@ -173,7 +194,8 @@ class GeneratorConfig(PartConfig):
     noise (`epsilon`) or the velocity (`v`) of a diffusion of 1000 steps whose beta is linear from 0.0001 to 0.02."""
     loss_per: Literal["image", "place"] = "image"
     """How the squared error is averaged: over each image and then over the images of the global batch (`image`), or
-    over all elements of all latents (`place`), so that a large image has more weight."""
+    over all elements of all latents (`place`), so that a large image has more weight. With `codec` likewise the
+    cross-entropy of the codes of each sound."""
     loss_weight: PositiveNumber = 1.0
     """Weight of this loss relative to the language model's."""
     guidance: PositiveNumber | None = None
@@ -197,6 +219,26 @@ class GeneratorConfig(PartConfig):
         if self.autoencoder is not None and self.spectrogram is not None:
             raise ValueError("autoencoder: is not supported with spectrogram; leave one of the two out")
         return self
+
+    @model_validator(mode="after")
+    def _is_a_decoder_of_codes(self) -> "GeneratorConfig":
+        if self.codec is None:
+            return self
+        for key in ("spectrogram", "autoencoder", "guidance", "objective"):
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key}: is for diffusion models, but codec makes this a decoder of codes; leave it out"
+                )
+        if self.config != "GPT2Config":
+            raise ValueError("config: a decoder of codes has random weights at first; give GPT2Config, no hub or path")
+        for key in ("vocab_size", "add_cross_attention", "is_decoder", "tie_word_embeddings"):
+            if key in self.values:
+                raise ValueError(f"values.{key}: follows from codec; leave it out")
+        return self
+
+    @property
+    def makes_sounds(self) -> bool:
+        return self.spectrogram is not None or self.codec is not None
 
 
 class TowerConfig(PartConfig):
@@ -439,11 +481,11 @@ class ModelConfig(Section):
         """Refuses features that have not been verified with trained generators."""
         names = list(self.generators)
         for is_sound, kind in ((False, "images"), (True, "sounds")):
-            alike = [name for name in names if (self.generators[name].spectrogram is not None) == is_sound]
+            alike = [name for name in names if self.generators[name].makes_sounds == is_sound]
             if len(alike) > 1:
                 raise ValueError(
                     f"generators: {' and '.join(alike)} both make {kind}, but records name those of one generator; "
-                    "leave one out, or give it a spectrogram (it then makes sounds)"
+                    "leave one out, or give it a spectrogram or codec (it then makes sounds)"
                 )
         prompted = [name for name in names if self.generators[name].queries is None]
         if prompted and len(names) > 1:

@@ -301,7 +301,7 @@ class RunConfig(Section):
     def _check_generators(self) -> None:
         """Refuses what generators have not been shown with."""
         draws = isinstance(self.data, DialADigitConfig) and self.data.drawings > 0
-        if draws and all(part.spectrogram is not None for part in self.model.generators.values()):
+        if draws and all(part.makes_sounds for part in self.model.generators.values()):
             raise ValueError("data.drawings: needs a generator of images; give model.generators, or leave it out")
         if not self.model.generators:
             return

@@ -38,7 +38,7 @@ FLOOR_DB = 80.0
 
 
 def generated_modality(part: GeneratorConfig) -> Modality:
-    return TO_GENERATE if part.spectrogram is None else TO_GENERATE_AUDIO
+    return TO_GENERATE_AUDIO if part.makes_sounds else TO_GENERATE
 
 
 @dataclass(frozen=True)

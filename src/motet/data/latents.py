@@ -51,13 +51,15 @@ class _Autoencoder:
 
     def encode(self, image: Any) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation: [latent channels, height, width]."""
-        digest = hashlib.sha256(_digest(self._folder) + str(image.size).encode() + image.convert("RGB").tobytes())
+        digest = hashlib.sha256(
+            digest_of_weights(self._folder) + str(image.size).encode() + image.convert("RGB").tobytes()
+        )
         path = cache_folder("latents") / f"{digest.hexdigest()[:40]}.npy"
         try:
             mean, deviation = np.load(path)
         except (OSError, ValueError, EOFError):
             mean, deviation = self._encoded(image)
-            _write(path, np.stack([mean, deviation]))
+            keep(path, np.stack([mean, deviation]))
         return torch.from_numpy(mean), torch.from_numpy(deviation)
 
     @torch.no_grad()
@@ -83,8 +85,8 @@ def _opened(folder: Path, name: str) -> _Autoencoder:
 
 
 @cache
-def _digest(folder: Path) -> bytes:
-    """Digest of the files of an autoencoder."""
+def digest_of_weights(folder: Path) -> bytes:
+    """Digest of the files of a model."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*")):
         if path.suffix in (".json", ".safetensors"):
@@ -93,7 +95,7 @@ def _digest(folder: Path) -> bytes:
     return digest.digest()
 
 
-def _write(path: Path, values: np.ndarray) -> None:
+def keep(path: Path, values: np.ndarray) -> None:
     """Writes atomically, so that no process reads an incomplete file. Does nothing if the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

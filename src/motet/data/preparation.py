@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from motet.assignment.sample import Sample
+from motet.data.codes import CodeLayout
 from motet.data.composite import CompositePartLayout
 from motet.data.encoder_layout import EncoderLayout, Size
 from motet.data.example import Example, ExampleSource, Media, Modality, in_example
@@ -118,6 +119,8 @@ class Preparation(SampleLayouts):
             return {"input_ids": ids, "labels": ids}
         if isinstance(layout, QueryLayout):
             return {}
+        if isinstance(layout, CodeLayout):
+            return {"codes": torch.from_numpy(layout.codes(example))}
         if isinstance(layout, GeneratedLayout) and layout.autoencoder is not None:
             return latent_features(layout, example)
         if isinstance(layout, GeneratedLayout):

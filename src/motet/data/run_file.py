@@ -19,6 +19,7 @@ from motet.config import (
     RunConfig,
     VideoConfig,
 )
+from motet.data.codes import CodeLayout
 from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import ExampleSource
 from motet.data.formats.described import described_samples
@@ -169,6 +170,8 @@ def _module_layouts(
             layouts[name] = ComparisonLayout(graph.compared)
         elif isinstance(part, DecoderConfig):
             layouts[name] = CaptionLayout(tools.tokenizer(node), values, part.reads)
+        elif isinstance(part, GeneratorConfig) and node.workload.kind == "generator" and part.codec is not None:
+            layouts[name] = CodeLayout(values["codec"], part.codec, values["n_positions"], part.loss_per, node.key)
         elif isinstance(part, GeneratorConfig) and node.workload.kind == "generator":
             layouts[name] = GeneratedLayout(values, part.loss_per, node.key, part.spectrogram, part.autoencoder)
         elif isinstance(part, GeneratorConfig):

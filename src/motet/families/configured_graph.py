@@ -23,12 +23,14 @@ from motet.config import (
 from motet.errors import UserError
 from motet.families.capabilities import packed_by_sample
 from motet.families.encoders.token_counts import Pooling
-from motet.families.hf_config import read_generator, shape_request
+from motet.families.hf_config import codec_of, read_generator, shape_request
 from motet.families.shape_reading.module_shapes import make_shapes, shape_of
 from motet.parallel.tensor.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
 from motet.recomputation import split_entry
 from motet.schedule.batch_sync import Pair, pairs_of
+from motet.shapes.codes import code_decoder
+from motet.shapes.diffusion_transformers import Connection
 from motet.shapes.module_shape import (
     ModuleWorkload,
     contrastive_loss,
@@ -105,6 +107,7 @@ def _parts(config: RunConfig) -> dict[str, PartConfig]:
         found[f"model.{DECODER}"] = model.decoder
     if not model.towers:
         found[f"model.{LANGUAGE_MODEL}"] = model.causal_lm
+    found |= {f"model.generators.{name}": part for name, part in model.generators.items() if part.codec is not None}
     return found
 
 
@@ -213,11 +216,17 @@ def _queries(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
 
 def _generator(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
     """The connector is the first layer of those that can be trained; others have none."""
-    shape = _adapted(f"model.generators.{name}", part, read_generator(part, name, width))
+    key = f"model.generators.{name}"
+    if part.codec is None:
+        shape = read_generator(part, name, width)
+    else:
+        connection = Connection(incoming_size=width, projector=part.projector)
+        shape = code_decoder(_read_shape(part, key), codec_of(part, key), connection)
+    shape = _adapted(key, part, shape)
     trained = [part.train.projector if layer.part == "projector" else part.train.module for layer in shape.layers]
     return ConfiguredModule(
         part=part,
-        key=f"model.generators.{name}",
+        key=key,
         workload=replace(shape, is_averaged=part.ema is not None),
         trainable=runs_of(trained),
         loss_weight=part.loss_weight,

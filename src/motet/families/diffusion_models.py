@@ -304,12 +304,18 @@ assert DIFFUSION_FAMILIES.keys() == {*TRANSFORMERS, *GENERATORS}
 
 
 def diffusion_class(name: str) -> Any:
-    """A class of diffusers. Raises `UserError` where diffusers is not installed."""
+    """A class, or submodule, of diffusers. Raises `UserError` where diffusers is not installed, or lacks it."""
     try:
-        return getattr(importlib.import_module("diffusers"), name)
+        diffusers = importlib.import_module("diffusers")
+        return getattr(diffusers, name)
     except ImportError as error:
         raise UserError(
             f"model.generators: needs the package diffusers ({error}); install it with: pip install 'motet[generators]'"
+        ) from None
+    except AttributeError:
+        raise UserError(
+            f"model.generators: diffusers {diffusers.__version__} has no {name}; install a version that has, with: "
+            "pip install 'motet[generators]'"
         ) from None
 
 

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.config import AutoencoderConfig, DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
+from motet.config import (
+    AutoencoderConfig,
+    CodecConfig,
+    DecoderConfig,
+    GeneratorConfig,
+    LanguageModelConfig,
+    PartConfig,
+    TowerConfig,
+)
 from motet.errors import UserError, closest, one_line
+from motet.shapes.codes import EDGE, Codec, read_codec
 from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, unet_workload
 from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, transformer_workload
 from motet.shapes.module_shape import ModuleWorkload
@@ -72,8 +81,10 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
         role = "language_model"
     elif isinstance(part, TowerConfig):
         role = "tower"
-    elif isinstance(part, DecoderConfig):
+    elif isinstance(part, DecoderConfig | GeneratorConfig):
         role = "decoder"
+    if isinstance(part, GeneratorConfig):
+        return ShapeRequest(role=role, config=part.config, values=code_decoder_values(part, where))
     if part.config is not None:
         return ShapeRequest(role=role, config=part.config, values=part.values)
     stored = stored_values(part, where)
@@ -85,7 +96,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
     return ShapeRequest(role=role, stored=stored, values=part.values)
 
 
-def stored_values(part: PartConfig | AutoencoderConfig, where: str) -> dict[str, Any]:
+def stored_values(part: PartConfig | AutoencoderConfig | CodecConfig, where: str) -> dict[str, Any]:
     """Returns the content of a part's config.json. Raises `UserError` if it cannot be read or downloaded."""
     path = _config_file(part, where)
     try:
@@ -101,7 +112,7 @@ def stored_values(part: PartConfig | AutoencoderConfig, where: str) -> dict[str,
     return stored
 
 
-def _config_file(part: PartConfig | AutoencoderConfig, where: str) -> Path:
+def _config_file(part: PartConfig | AutoencoderConfig | CodecConfig, where: str) -> Path:
     if part.path is not None:
         return Path(part.path) / "config.json"
     assert part.hub is not None
@@ -114,7 +125,7 @@ def _config_file(part: PartConfig | AutoencoderConfig, where: str) -> Path:
         raise UserError(f"{where}.hub: {part.hub} cannot be downloaded ({reason}); give a hub id or a path") from None
 
 
-def stored_folder(part: PartConfig | AutoencoderConfig) -> Path:
+def stored_folder(part: PartConfig | AutoencoderConfig | CodecConfig) -> Path:
     """The local folder of a part's weights; those on the hub are fetched. Raises `UserError`."""
     if part.path is not None:
         return Path(part.path)
@@ -127,8 +138,29 @@ def stored_folder(part: PartConfig | AutoencoderConfig) -> Path:
         raise UserError(f"hub: {part.hub!r} cannot be downloaded ({one_line(error)}); use path") from None
 
 
+def codec_of(part: GeneratorConfig, where: str) -> Codec:
+    """The codec of a decoder of codes. `where`: the generator's key. Raises `UserError` if it cannot be used."""
+    assert part.codec is not None
+    return read_codec(stored_values(part.codec, f"{where}.codec"), part.codec.num_codebooks, f"{where}.codec")
+
+
+def code_decoder_values(part: GeneratorConfig, where: str) -> dict[str, Any]:
+    """Arguments of the configuration class of a decoder of codes. Raises `UserError` if its codec cannot be used."""
+    own = {"vocab_size": codec_of(part, where).vocabulary, "bos_token_id": EDGE, "eos_token_id": EDGE}
+    return {**part.values, **own, "is_decoder": True, "add_cross_attention": True, "tie_word_embeddings": False}
+
+
 CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")
 """Classes of diffusers that nothing but a class label conditions."""
+
+
+OF_VIDEOS = (
+    "WanTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+)
+"""Classes of diffusers that generate videos."""
 
 
 def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> ModuleWorkload:
@@ -139,6 +171,11 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         raise UserError(
             f"{where}.config: a {part.config} takes class labels and no hidden states, so it cannot read a language "
             f"model; give {' or '.join(TRANSFORMERS)}"
+        )
+    if part.config in OF_VIDEOS:
+        raise UserError(
+            f"{where}.config: a {part.config} generates videos, which is not supported; give a model of images, such "
+            "as SD3Transformer2DModel"
         )
     if part.config is not None and part.config not in (known := (*TRANSFORMERS, *GENERATORS)):
         near = closest(part.config, known, "give one of")

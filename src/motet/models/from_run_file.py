@@ -27,7 +27,7 @@ from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.stored_weights import keep_corrections_wide
 from motet.models.composite import CompositeNode
-from motet.models.generation import generator_node, query_node
+from motet.models.generation import CodeNode, generator_node, query_node
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,
@@ -124,7 +124,10 @@ def _plain_node(
         remove_dropout(model)
         return model
 
-    return _node(config, name, build, dtype, placeholder_token_ids)
+    node = _node(config, name, build, dtype, placeholder_token_ids)
+    if isinstance(node, CodeNode):
+        remove_dropout(node.model)
+    return node
 
 
 def _node(

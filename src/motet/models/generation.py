@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from motet.assignment.sample import Segment
 from motet.config import GeneratorConfig
+from motet.families.classes import default_dtype, model_class_of
 from motet.families.configured_graph import ConfiguredModule
 from motet.families.diffusion_models import build_diffusion_model
+from motet.families.hf_config import code_decoder_values
 from motet.models.graph import Layouts, ModuleNode
-from motet.models.materialize import layer_seed
+from motet.models.materialize import layer_seed, read_part_config
+from motet.models.stages.codes import CodeLoss, CodeStage
 from motet.models.stages.generator import Connector, DiffusionLoss, GeneratorStage
 from motet.models.stages.queries import QueryStage, QueryTokens
 from motet.plan import LANGUAGE_MODEL, LayerRange, queries_of
@@ -102,6 +106,58 @@ class GeneratorNode(ModuleNode):
         return (Segment(side * side, grid=(side, side)),)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CodeNode(ModuleNode):
+    """A decoder of an audio codec's codes that reads the language model, and the connector before it."""
+
+    model: nn.Module
+    connector: Connector
+    loss: CodeLoss
+    shape: ModuleWorkload
+    incoming_size: int
+    """Width of the language model's hidden states."""
+    reads: str = LANGUAGE_MODEL
+    queries: str = ""
+    """The module of its query tokens; "": it reads all hidden states up to the placeholder."""
+
+    @property
+    def num_typical_loss_tokens(self) -> int:
+        return 1
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        return {"module": self.model, "projector": self.connector}
+
+    @property
+    def family(self) -> str | None:
+        """It is cut by no rules of a family."""
+        return None
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> CodeStage:
+        return CodeStage(
+            self.name,
+            self.reads,
+            self.model,
+            self.connector,
+            layers,
+            workload=self.shape,
+            loss=self.loss,
+            incoming_size=self.incoming_size,
+        )
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        return self.shape
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        """Half as long a sound as it can make."""
+        codec, most = self.shape.config["codec"], self.shape.config["n_positions"]
+        return (Segment(codec.num_tokens(max(1, (most - 1) // codec.num_codebooks // 2))),)
+
+
 def query_node(name: str, described: ConfiguredModule, dtype: torch.dtype) -> QueryNode:
     part, shape = described.part, described.workload
     assert isinstance(part, GeneratorConfig)
@@ -113,7 +169,7 @@ def query_node(name: str, described: ConfiguredModule, dtype: torch.dtype) -> Qu
 
 def generator_node(
     name: str, described: ConfiguredModule, modules: Mapping[str, ConfiguredModule], dtype: torch.dtype
-) -> GeneratorNode:
+) -> GeneratorNode | CodeNode:
     """With all weights: random ones are drawn for the whole model, so every rank begins with the same.
 
     Raises `UserError` naming the key that is wrong."""
@@ -121,7 +177,10 @@ def generator_node(
     assert isinstance(part, GeneratorConfig)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(layer_seed(part.seed, name, 1))
-        model = build_diffusion_model(part, own_values(shape.config), dtype, described.key)
+        if part.codec is None:
+            model = build_diffusion_model(part, own_values(shape.config), dtype, described.key)
+        else:
+            model = build_code_decoder(part, dtype, described.key)
     model.requires_grad_(part.train.module).train(part.train.module)
     incoming_size = modules[LANGUAGE_MODEL].workload.hidden_size
     connector = Connector(
@@ -133,6 +192,17 @@ def generator_node(
         seed=layer_seed(part.seed, name, 0),
     )
     connector.requires_grad_(part.train.projector).train(part.train.projector)
+    if part.codec is not None:
+        return CodeNode(
+            name=name,
+            loss_weight=described.loss_weight,
+            model=model,
+            connector=connector,
+            loss=CodeLoss(per=part.loss_per, null_condition=part.null_condition),
+            shape=shape,
+            incoming_size=incoming_size,
+            queries=queries_of(name) if part.queries else "",
+        )
     return GeneratorNode(
         name=name,
         loss_weight=described.loss_weight,
@@ -144,3 +214,11 @@ def generator_node(
         guidance=shape.config["guidance"],
         queries=queries_of(name) if part.queries else "",
     )
+
+
+def build_code_decoder(part: GeneratorConfig, dtype: torch.dtype, where: str) -> Any:
+    """The whole decoder of codes with random weights of the present state of torch's generator."""
+    whole = part.model_copy(update={"values": code_decoder_values(part, where)})
+    config = read_part_config(whole, "decoder", where=where)
+    with default_dtype(dtype):
+        return model_class_of(config.model_type, "decoder")(config).to(dtype)

@@ -25,7 +25,7 @@ from motet.families.encoders.own_encoders import own_config
 from motet.families.rotary import forget_sequences
 from motet.models.composite import CompositeNode
 from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
-from motet.models.generation import GeneratorNode, QueryNode
+from motet.models.generation import CodeNode, GeneratorNode, QueryNode
 from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
 
@@ -53,12 +53,14 @@ def reference_loss(
                 media_attention=node.media_attention,
                 language_model_name=node.name,
                 queries={name: other.queries.weight for name, other in nodes.items() if isinstance(other, QueryNode)},
-                states=states if any(isinstance(other, GeneratorNode) for other in nodes.values()) else None,
+                states=states if any(isinstance(other, GeneratorNode | CodeNode) for other in nodes.values()) else None,
                 router_aux_loss=node.router_aux_loss,
             )
             placeholder_ids = node.placeholder_token_ids
         elif isinstance(node, GeneratorNode):
             loss = plain_generation_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
+        elif isinstance(node, CodeNode):
+            loss = plain_code_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
         elif isinstance(node, LossNode):
             towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
             size = contrastive_batch_size or len(batch.samples)
@@ -260,15 +262,11 @@ def plain_generation_loss(
     count = 0.0
     model: Any = node.model
     channels, patch = _latent_channels(model), _side_of_a_place(model)
-    language_model = node.reads
     for i, sample in enumerate(batch.samples):
         segments = sample.layouts.get(node.name, ())
         if not segments:
             continue
-        here = batch.features(language_model, i)["input_ids"] == placeholder_id
-        if not node.queries:  # It reads everything up to the placeholder.
-            here = torch.arange(len(here)) <= here.nonzero().item()
-        conditions = states[i][here].chunk(len(segments))
+        conditions = _conditions(node, states[i], batch, i, placeholder_id).chunk(len(segments))
         features = batch.features(node.name, i)
         latents = features["latents"]
         first = 0
@@ -292,6 +290,48 @@ def plain_generation_loss(
             weight = segment.num_tokens if node.loss.per == "place" else 1
             total, count = total + weight * error, count + weight
     return torch.as_tensor(total) / max(count, 1)
+
+
+def plain_code_loss(node: CodeNode, states: Sequence[Tensor], batch: Batch, placeholder_id: int, key: Key) -> Tensor:
+    """Mean over sounds (or over their tokens) of the cross-entropy of each next token. Sounds go through the decoder
+    one by one.
+
+    Args:
+        states: of each sample of the batch, the language model's last hidden states.
+        key: on which the choice of null conditions depends.
+    """
+    total: Any = 0.0
+    count = 0.0
+    decoder: Any = node.model
+    for i, sample in enumerate(batch.samples):
+        segments = sample.layouts.get(node.name, ())
+        if not segments:
+            continue
+        conditions = _conditions(node, states[i], batch, i, placeholder_id).chunk(len(segments))
+        codes = batch.features(node.name, i)["codes"].tolist()
+        for segment, own in zip(segments, conditions, strict=True):
+            taken, codes = codes[: segment.num_tokens - 1], codes[segment.num_tokens - 1 :]
+            context = node.connector.projector(node.connector.norm(own))
+            if has_null_condition(key, node.name, sample.id, segment.item, node.loss.null_condition):
+                context = node.connector.null.repeat(len(own), 1)
+            # Token 0 stands before the codes and behind them.
+            tokens = torch.tensor([[0, *taken, 0]])
+            logits = decoder(tokens[:, :-1], encoder_hidden_states=context[None]).logits[0]
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = functional.cross_entropy(wide, tokens[0, 1:])
+            weight = segment.num_tokens if node.loss.per == "place" else 1
+            total, count = total + weight * loss, count + weight
+    return torch.as_tensor(total) / max(count, 1)
+
+
+def _conditions(
+    node: GeneratorNode | CodeNode, states: Tensor, batch: Batch, sample: int, placeholder_id: int
+) -> Tensor:
+    """The hidden states of a sample that condition what is to be generated in it."""
+    here = batch.features(node.reads, sample)["input_ids"] == placeholder_id
+    if not node.queries:  # It reads everything up to the placeholder.
+        here = torch.arange(len(here)) <= here.nonzero().item()
+    return states[here]
 
 
 def _noised(objective: str, clean: Tensor, noise: Tensor, drawn: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from motet.families.configured_graph import read_graph
 from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
+from motet.models.stages.codes import CodeStage
 from motet.models.stages.generator import GeneratorStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
@@ -193,8 +194,8 @@ def make_stage(
         stage.attend_by_sample(packed_attention)
     if tp.experts is not None:
         _check_experts(node, tp, tp.experts)
-    if tp.size > 1 and isinstance(stage, GeneratorStage):
-        if node.workload().must_divide is None:
+    if tp.size > 1 and isinstance(stage, GeneratorStage | CodeStage):
+        if isinstance(stage, CodeStage) or node.workload().must_divide is None:
             raise UserError(
                 f"parallel: {node.name}.tp_size: {stage.model_class} has no rules for tensor parallelism; use 1"
             )

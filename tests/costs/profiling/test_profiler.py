@@ -5,6 +5,7 @@ Operations and messages take what they are told here, by a clock that nothing el
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +21,13 @@ from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import CostTable, microbatch_load
 from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
-from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer
+from motet.costs.profiling.links import (
+    NUM_PARAMETER_TENSORS,
+    NUM_SUMMED,
+    measure_end_of_step,
+    measure_links,
+    measure_optimizer,
+)
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile, runs_to_measure
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
@@ -224,6 +231,38 @@ def test_links_with_a_rank_that_only_waits():
         *((links.collectives[name], latency_s) for name, latency_s in expected.items()),
     ):
         assert (link.latency_s, link.bytes_per_s) == pytest.approx((latency_s, LINK_BYTES_PER_S))
+
+
+def test_a_module_that_is_one_stage_is_measured_whole():
+    """Its layers cannot be run alone (a U-Net)."""
+    module = MODULES["vision"]
+    whole = replace(module, workload=replace(module.workload, max_stages=1))
+    layers = (0, module.workload.num_layers)
+    assert runs_to_measure(whole.workload) == [layers]
+
+    def only_whole(name, asked, tp_size):
+        assert asked == layers
+        return make_stage(name, asked, tp_size)
+
+    with counted_time() as time, time:
+        costs = profile({"vision": whole}, only_whole, SmallBatch(), options=OPTIONS, device=CPU).of("vision", 1)
+    samples = [SmallBatch.samples[i] for i in (0, 3)]
+    stage, features = make_stage("vision", layers, 1), [SmallBatch().features("vision", 0)] * 2
+    with CountedTime() as time, torch.no_grad():
+        stage(StageInput(samples, features))
+    load = microbatch_load(module.workload, "vision", samples)
+    forward = costs.stage_forward.plus(costs.blocks_forward).seconds(load)
+    forward += sum(layer.forward_without_graph.seconds(load) for layer in costs.layers)
+    assert forward == pytest.approx(time.now_s, rel=0.1)
+
+
+def test_the_end_of_a_step_is_two_sums_of_all_ranks():
+    def work(rank):
+        with counted_time() as time, messages_that_take(time):
+            return measure_end_of_step(CPU, repetitions=1)
+
+    ends = run_distributed(work, 3)
+    assert ends == [pytest.approx(2 * (SUM_S + 8 * NUM_SUMMED / LINK_BYTES_PER_S))] * 3
 
 
 def test_larger_models_have_longer_optimizer_steps():

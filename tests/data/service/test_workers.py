@@ -18,12 +18,14 @@ import torch
 from waiting import wait_until
 
 from motet.assignment.sample import Sample, Segment
+from motet.data.preparation import NUM_SAMPLES_KEPT
 from motet.data.service.tensor_buffer import TensorBuffer, unpack
 from motet.data.service.tickets import Ticket
 from motet.data.service.workers import (
     LARGE_BYTES,
     SLOT_BYTES,
     SLOTS_PER_WORKER,
+    LocalProducer,
     PreparationError,
     Preparer,
     Workers,
@@ -178,3 +180,18 @@ def test_descriptors_are_given_back() -> None:
         assert len(list(stream)) == 5
         gc.collect()
         wait_until(lambda: segments_and_sockets() <= before)
+
+
+def test_metadata_of_a_small_set_is_asked_for_once() -> None:
+    with workers(1) as opened:
+        producer = LocalProducer(opened, "train", len(SIZES))
+        first = producer.samples([0, 3])
+        asked: list[Ticket] = []
+        answers = opened.answers
+        opened.answers = lambda tickets: answers(asked.append(each) or each for each in tickets)  # type: ignore[method-assign]
+        assert producer.samples([3, 2, 0]) == [first[1], Bytes().sample(2), first[0]]
+        assert [ticket.indices for ticket in asked] == [(2,)]
+        larger = LocalProducer(opened, "train", NUM_SAMPLES_KEPT + 1)
+        for _ in range(2):
+            larger.samples([1])
+        assert [ticket.indices for ticket in asked] == [(2,), (1,), (1,)]

@@ -11,8 +11,9 @@ from generator_run import PIXART, SANA, SD3, generator_config
 from motet.data.run_file import open_data
 from motet.errors import UserError
 from motet.families.configured_graph import read_graph
+from motet.families.diffusion_models import diffusion_class
 from motet.models.from_run_file import build_node
-from motet.models.hub.drawing import draw, load_generator
+from motet.models.hub.drawing import _sample, draw, load_generator
 from motet.models.hub.export import describe_config, export_parts, load_export
 from motet.models.hub.generation import Prompt
 
@@ -67,6 +68,25 @@ def test_batches_equal_the_readme(
     assert (together[0] - together[1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("guidance", [0.0, 1.0])
+def test_one_half_is_computed_where_the_other_counts_for_nothing(tmp_path: Path, guidance: float) -> None:
+    generator = load_generator(exported(tmp_path, SD3), "image")
+    random = torch.Generator().manual_seed(2)
+    conditions = torch.randn((2, 3, 20), generator=random, dtype=torch.float64)
+    noise = torch.randn((2, 1, 8, 8), generator=random, dtype=torch.float64)
+    numbers: list[int] = []
+    generator.model.register_forward_pre_hook(
+        lambda module, args, kwargs: numbers.append(len(args[0])), with_kwargs=True
+    )
+    with torch.no_grad():
+        drawn = _sample(generator, conditions, noise, guidance, 3)
+        assert numbers == [2, 2, 2]
+        # A guidance next to it takes both.
+        nearly = _sample(generator, conditions, noise, guidance + 1e-13, 3)
+    assert numbers[3:] == [4, 4, 4]
+    torch.testing.assert_close(drawn, nearly, rtol=1e-9, atol=1e-9)
+
+
 def test_a_generator_that_is_not_there_is_refused(tmp_path: Path) -> None:
     folder = exported(tmp_path, SD3)
     with pytest.raises(UserError, match="has no generator 'voice'; it has image"):
@@ -87,3 +107,9 @@ def test_a_generator_that_is_not_there_is_refused(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(UserError, match="image cannot be loaded"):
         load_generator(folder, "image")
+
+
+def test_an_older_diffusers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.__version__", "0.30.0")
+    with pytest.raises(UserError, match=r"diffusers 0\.30\.0 has no NoTransformer; install a version that has"):
+        diffusion_class("NoTransformer")

@@ -46,6 +46,36 @@ def test_the_readme_makes_images_and_sounds(tmp_path: Path) -> None:
     assert sound.std() > 0.1
 
 
+@pytest.mark.parametrize(("codec", "samples"), [("mimi", 40), ("dac", 16)])
+def test_the_readme_makes_sounds_of_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, samples: int
+) -> None:
+    """Each code is drawn from its own codebook by what the loss of the training trains, and the codec decodes them."""
+    names = exported(tmp_path, sounds=True, codes={"codec": codec}, num_devices=5)
+    drawn: list[torch.Tensor] = []
+    multinomial = torch.multinomial
+    monkeypatch.setattr(
+        torch, "multinomial", lambda chances, number: drawn.append(chances) or multinomial(chances, number)
+    )
+    read: list[torch.Tensor] = []
+    names["voice"].register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    logits: list[torch.Tensor] = []
+    names["voice"].register_forward_hook(lambda module, args, output: logits.append(output.logits[0, -1]))
+    torch.manual_seed(0)
+    waveform = names["say_voice"]("say 1", guidance=1, frames=3, temperature=0.5)
+    num_codes = read[-1].shape[1]
+    # An end takes the place of the first code of a frame.
+    assert len(drawn) == num_codes
+    assert waveform.shape[-1] >= samples
+    assert waveform.isfinite().all()
+    for place, (tokens, own, chances) in enumerate(zip(read, logits, drawn, strict=True)):
+        assert tokens[0, 0] == 0
+        assert torch.equal((tokens[0, 1:] - 1) // 16, torch.arange(place) % 2)
+        first = 1 + place % 2 * 16
+        allowed = [0] * (place in (2, 4)) + list(range(first, first + 16))
+        torch.testing.assert_close(chances, (own[allowed] / 0.5).softmax(0))
+
+
 GUIDED_FLUX = {**FLUX, "values": {**FLUX["values"], "guidance_embeds": True}, "guidance": 3.5}
 
 

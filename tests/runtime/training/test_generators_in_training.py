@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
@@ -77,3 +78,37 @@ def test_it_resumes_to_the_bit_and_under_another_plan(tmp_path: Path) -> None:
     values = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [value for value in values if "loss_image" in value]
     assert [v["loss"] for v in steps] == pytest.approx([v["loss_language_model"] + v["loss_image"] for v in steps])
+
+
+@pytest.mark.campaign
+def test_codes_are_learned_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples are learned by heart; the training resumes to the bit, and what is exported is the average."""
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+
+    def run(name: str, steps: int, **train: Any) -> dict[str, Any]:
+        own = {"steps": steps, "output": str(tmp_path / name), "learning_rate": 1e-2, "lr_schedule": "constant"}
+        return {
+            "sounds": True,
+            "codes": {"ema": 0.5, "values": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 160}},
+            "ranks": {1: 0, 2: 0, 3: 1, 4: 1},
+            "train": {"checkpoint_every": 20, **own, **train},
+        }
+
+    resumed = {"resume": str(tmp_path / "whole" / "checkpoints" / "step_00000020")}
+    cases = [planned(tmp_path, {"num_devices": 5, **each}) for each in (run("whole", 40), run("rest", 40, **resumed))]
+
+    def work(rank: int) -> list[dict[str, Any]]:
+        return [train_worker(config, plan) for config, plan in cases]
+
+    whole, rest = run_distributed(work, 2, timeout=400)[0]
+    assert rest["losses"] == whole["losses"][20:]
+    values = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    of_codes = [value["loss_voice"] for value in values if "loss_voice" in value]
+    # 16 codes of each codebook and the end, of which a new decoder knows nothing: log 33.
+    assert of_codes[0] == pytest.approx(np.log(33), abs=0.3)
+    assert of_codes[-1] < 0.6 * of_codes[0]
+    last = tmp_path / "whole" / "checkpoints" / "step_00000040"
+    export = motet.export_checkpoint(cases[0][0], last)
+    averaged, exported = averages(last), load_file(export / "voice" / "model.safetensors")
+    assert torch.equal(exported["transformer.wte.weight"], averaged["voice.module.transformer.wte.weight"])
+    assert (export / "voice_codec" / "model.safetensors").is_file()

@@ -364,6 +364,66 @@ MODELS = {"generator", "objective", "loss_per", "loss_weight", "null_condition",
 """Keys that change what is computed."""
 
 
+SOUNDS_AS_CODES: dict[str, dict[str, Any]] = {
+    "codes beside images": {"sounds": True, "codes": {}, "num_devices": 5, "ranks": {1: 0, 2: 0, 3: 1, 4: 1}},
+    "codes, apart": {"sounds": True, "codes": {}, "num_devices": 5},
+    "codes, two replicas": {
+        "sounds": True,
+        "codes": {},
+        "explicit": {"voice": {"dp": 2}, "language_model": {"pp": 2}},
+        "num_devices": 7,
+        "ranks": {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 0},
+    },
+    "codes of DAC, per place, recomputed": {
+        "sounds": True,
+        "codes": {"codec": "dac", "loss_per": "place", "projector": "linear"},
+        "parallel": {"recompute": ["voice"]},
+        "num_devices": 5,
+        "ranks": {1: 0, 2: 0, 3: 1, 4: 1},
+    },
+    "codes, halved backwards": {
+        "sounds": True,
+        "codes": {},
+        "num_devices": 5,
+        "ranks": {1: 0, 2: 0, 3: 1, 4: 2},
+        "parallel": {"schedule": "zero_bubble_h1", "num_microbatches": 4},
+    },
+    **{
+        f"codes, {trained} trained": {"sounds": True, "codes": {}, "frozen": frozen, "num_devices": 5}
+        for trained, frozen in {
+            "decoder alone": {
+                **ALONE,
+                "audio": {"module": False, "projector": False},
+                "image": NOT_TRAINED,
+                "voice": {"projector": False, "queries": False},
+            },
+            "queries and connector": {
+                **ALONE,
+                "audio": {"module": False, "projector": False},
+                "image": NOT_TRAINED,
+                "voice": {"module": False},
+            },
+            "language model": {"image": NOT_TRAINED, "voice": NOT_TRAINED},
+        }.items()
+    },
+}
+"""The generator of sounds predicts codes; of the samples some have sounds to make, some one, some two, some none."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["codes beside images", "codes of DAC, per place, recomputed"],
+        *in_campaigns([[name for name in SOUNDS_AS_CODES if name != "codes beside images"]]),
+    ],
+    ids=lambda names: f"{len(names)} cases",
+)
+def test_sounds_as_codes_equal_one_process(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    results = check_together(tmp_path, names, SOUNDS_AS_CODES)
+    assert_equal(results)
+
+
 LATENTS: dict[str, dict[str, Any]] = {
     "latents": {"latents": True, "ranks": {2: 1}},
     "latents, in stages": {

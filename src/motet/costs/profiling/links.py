@@ -23,6 +23,8 @@ NUM_GRADIENTS = 8
 """Number of gradients that make up a bucket of a measured sum."""
 OPTIMIZER_SHAPES = ((64, 64), (256, 256), (512, 1024))
 NUM_PARAMETER_TENSORS = 8
+NUM_SUMMED = 256
+"""Values of a sum that ends an iteration."""
 
 
 def world_size() -> int:
@@ -141,6 +143,20 @@ def measure_optimizer(
         times.append(mean_over_ranks(_median_s(step, repetitions, device)))
     fitted = fit_link(sizes, times)
     return fitted.latency_s, 1 / fitted.bytes_per_s
+
+
+def measure_end_of_step(device: torch.device, repetitions: int = 15) -> float:
+    """Seconds of the two sums over all ranks with which an iteration ends: of the parameters that were reached, and of
+    losses and norms. Collective."""
+    if world_size() == 1:
+        return 0.0
+    values = torch.zeros(NUM_SUMMED, dtype=torch.float64, device=communication_device())
+
+    def sums() -> None:
+        for _ in range(2):
+            dist.all_reduce(values)
+
+    return mean_over_ranks(_median_s(sums, repetitions, device))
 
 
 def _nothing() -> None:

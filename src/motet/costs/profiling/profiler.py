@@ -37,6 +37,7 @@ from motet.costs.profiling.links import (
     any_rank,
     hardware,
     mean_over_ranks,
+    measure_end_of_step,
     measure_links,
     measure_optimizer,
     start_together,
@@ -283,7 +284,7 @@ def profile(
         message=None if links is None else links.message,
         all_reduce=None if links is None else links.all_reduce,
         collectives={} if links is None else links.collectives,
-        optimizer_constant_s=constant_s,
+        optimizer_constant_s=constant_s + measure_end_of_step(device),
         optimizer_s_per_parameter=per_parameter_s,
         notes=notes,
     )
@@ -359,7 +360,9 @@ def _gradients_to_measure(module: ProfiledModule, layers: LayerRange, *, is_trai
 
 
 def runs_to_measure(workload: ModuleWorkload) -> list[LayerRange]:
-    """One layer of each class, all blocks together, and the whole module."""
+    """One layer of each class, all blocks together, and the whole module; of one that is a single stage, that alone."""
+    if workload.max_stages == 1:
+        return [(0, workload.num_layers)]
     runs = [(index, index + 1) for index in sorted(set(workload.layer_classes())) if workload.layers[index].runs]
     blocks = [i for i in range(workload.num_layers) if workload.has_block((i, i + 1))]
     if len(blocks) > 1:

@@ -114,6 +114,15 @@ def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -
         if name not in data.generated:
             raise UserError(f"data.generated: has no entry for {name}; give the height and width of its images")
         image = data.generated[name]
+        codec = graph.modules[name].workload.config.get("codec")
+        if codec is not None:
+            if image.height != codec.num_codebooks:
+                raise UserError(
+                    f"data.generated.{name}.height: is {image.height}, but the generator makes codes of "
+                    f"{codec.num_codebooks} codebooks; give {codec.num_codebooks}"
+                )
+            latents[name] = tuple(Segment(codec.num_tokens(image.width), item=i) for i in range(image.count))
+            continue
         is_sound = config.model.generators[name].spectrogram is not None
         side = (1 if is_sound else LATENT_SIDE) * graph.modules[name].workload.config["place_side"]
         if image.height % side or image.width % side:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from motet.assignment.sample import Sample
-from motet.data.preparation import Dataset
+from motet.data.preparation import NUM_SAMPLES_KEPT, Dataset
 from motet.data.service.shared_segments import Segment, SegmentName, SegmentReceiver, new_segment, send_segment
 from motet.data.service.tensor_buffer import Allocate, Header, TensorBuffer, in_own_memory, pack, unpack
 from motet.data.service.tickets import Corrupt, Split, Ticket, stop_at_corrupt
@@ -318,6 +318,8 @@ class LocalProducer:
     def __init__(self, workers: Workers, split: Split, num_samples: int, *, may_skip: bool = False) -> None:
         self._workers, self._split, self._num_samples, self.may_skip = workers, split, num_samples, may_skip
         self._lock = threading.Lock()
+        self._known: dict[int, Sample] = {}
+        """Metadata of a small set, so that later epochs do not ask the workers again."""
         self.received_bytes: Counter[str] = Counter()
 
     @property
@@ -328,10 +330,15 @@ class LocalProducer:
         return self._num_samples
 
     def samples(self, indices: Sequence[int]) -> list[Sample | Corrupt]:
-        samples: list[Sample | Corrupt] = []
-        for answer in self._workers.answers(shares(Ticket(self._split, tuple(indices)), self._workers.num)):
+        missing = tuple(index for index in indices if index not in self._known)
+        asked: list[Sample | Corrupt] = []
+        for answer in self._workers.answers(shares(Ticket(self._split, missing), self._workers.num)):
             assert isinstance(answer, list)
-            samples += answer
+            asked += answer
+        found = dict(zip(missing, asked, strict=True))
+        samples = [found[index] if index in found else self._known[index] for index in indices]
+        if self._num_samples <= NUM_SAMPLES_KEPT:
+            self._known |= {index: sample for index, sample in found.items() if isinstance(sample, Sample)}
         if not self.may_skip:
             stop_at_corrupt(samples)
         return samples

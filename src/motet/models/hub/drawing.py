@@ -138,17 +138,22 @@ def _conditions(
 def _sample(generator: ExportedGenerator, conditions: Tensor, noise: Tensor, guidance: float, num_steps: int) -> Tensor:
     """`conditions`: [images, conditions, width], `noise`: [images, channels, height, width]."""
     null = generator.connector.without_conditions(conditions.shape[1]).expand_as(conditions)
-    both = torch.cat([conditions, null])
-    given: dict[str, Any] = {"encoder_hidden_states": both}
-    pooled = generator.connector.pool(both)
+    # At 0 and at 1 one of the two predictions counts for nothing.
+    halves = [conditions] if guidance == 1 else [null] if guidance == 0 else [conditions, null]
+    read = torch.cat(halves)
+    given: dict[str, Any] = {"encoder_hidden_states": read}
+    pooled = generator.connector.pool(read)
     if pooled is not None:
         given["pooled_projections"] = pooled
     drawn = noise
     generator.scheduler.set_timesteps(num_steps)
     for time in generator.scheduler.timesteps:
-        predicted = generator.model(torch.cat([drawn, drawn]), timestep=time.expand(len(both)), **given).sample
-        wanted, other = predicted.chunk(2)
-        drawn = generator.scheduler.step(other + guidance * (wanted - other), time, drawn).prev_sample
+        both = torch.cat([drawn] * len(halves))
+        predicted = generator.model(both, timestep=time.expand(len(both)), **given).sample
+        if len(halves) == 2:
+            wanted, other = predicted.chunk(2)
+            predicted = other + guidance * (wanted - other)
+        drawn = generator.scheduler.step(predicted, time, drawn).prev_sample
     if generator.autoencoder is not None:
         config = generator.autoencoder.config
         drawn = generator.autoencoder.decode(drawn / config.scaling_factor + (config.shift_factor or 0)).sample

@@ -50,8 +50,9 @@ from motet.models.from_run_file import adapters_of
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
 from motet.models.hub.adapters import MergedTensors, load_adapters, save_adapters, without_adapters
 from motet.models.hub.clip import is_transformers_model, to_transformers
+from motet.models.hub.code_generators import CodesDescription
 from motet.models.hub.generators import (
-    GeneratorDescription,
+    Description,
     check_names,
     describe_generators,
     generator_parts,
@@ -208,7 +209,7 @@ class ModelDescription:
     media_attention: str = "causal"
     """`model.media_attention` of a run file: what tokens of images and clips see in the language model."""
     loss: LossDescription | None = None
-    generators: Mapping[str, GeneratorDescription] = field(default_factory=dict)
+    generators: Mapping[str, Description] = field(default_factory=dict)
 
     @property
     def encoders(self) -> dict[str, PartDescription]:
@@ -373,7 +374,8 @@ def export_parts(
         if description.loss is None:
             readme = export_readme(manifest, has_tokenizer=LANGUAGE_MODEL in processors)
             for name, generator in description.generators.items():
-                readme += f"\nAn image is drawn by `{name}`:\n\n```python\n{sampling_code(name, generator)}```\n"
+                what = "A sound is made" if isinstance(generator, CodesDescription) else "An image is drawn"
+                readme += f"\n{what} by `{name}`:\n\n```python\n{sampling_code(name, generator)}```\n"
             (partial / "README.md").write_text(readme)
             return
         (partial / CONTRASTIVE).mkdir()

@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.config import AutoencoderConfig, ModelConfig, SpectrogramConfig
+from motet.config import AutoencoderConfig, GeneratorConfig, ModelConfig, SpectrogramConfig
 from motet.errors import UserError
 from motet.families.diffusion_models import diffusion_class
 from motet.families.hf_config import read_generator, stored_folder
+from motet.models.hub.code_generators import (
+    CodesDescription,
+    code_manifest_entry,
+    code_sampling_code,
+    describe_codes,
+    save_code_decoder,
+)
 from motet.models.hub.weights import check_tensors, save_tensors, tensors_under, write_json
 from motet.models.stages.generator import NUM_TIMESTEPS, Connector
 from motet.plan import queries_of
@@ -75,31 +82,41 @@ class GeneratorDescription:
         )
 
 
+Description = GeneratorDescription | CodesDescription
+
+
 def describe_generators(
     model: ModelConfig, width: int, placeholder_token_ids: Mapping[str, int]
-) -> dict[str, GeneratorDescription]:
+) -> dict[str, Description]:
     """Describes a run file's generators. `width`: of the language model's hidden states."""
-    found = {}
-    for name, part in model.generators.items():
-        shape = read_generator(part, name, width)
-        found[name] = GeneratorDescription(
-            model_class=shape.family,
-            values=own_values(shape.config),
-            side=shape.config["native_side"],
-            channels=shape.config["latent_channels"],
-            guidance=shape.config["guidance"],
-            objective=part.objective,
-            projector=part.projector,
-            sizes=(width, int(shape.config["condition_size"]), int(shape.config["pooled_size"])),
-            num_queries=part.queries,
-            placeholder_token_id=placeholder_token_ids[queries_of(name) if part.queries else name],
-            spectrogram=part.spectrogram,
-            autoencoder=part.autoencoder,
-        )
-    return found
+    return {
+        name: (_described if part.codec is None else describe_codes)(name, part, width, placeholder_token_ids)
+        for name, part in model.generators.items()
+    }
 
 
-def generator_parts(described: Mapping[str, GeneratorDescription]) -> set[str]:
+def _described(
+    name: str, part: GeneratorConfig, width: int, placeholder_ids: Mapping[str, int]
+) -> GeneratorDescription:
+    shape = read_generator(part, name, width)
+    sizes = width, int(shape.config["condition_size"]), int(shape.config["pooled_size"])
+    return GeneratorDescription(
+        model_class=shape.family,
+        values=own_values(shape.config),
+        side=shape.config["native_side"],
+        channels=shape.config["latent_channels"],
+        guidance=shape.config["guidance"],
+        objective=part.objective,
+        projector=part.projector,
+        sizes=sizes,
+        num_queries=part.queries,
+        placeholder_token_id=placeholder_ids[queries_of(name) if part.queries else name],
+        spectrogram=part.spectrogram,
+        autoencoder=part.autoencoder,
+    )
+
+
+def generator_parts(described: Mapping[str, Description]) -> set[str]:
     """Beginnings of the names of their tensors. Raises `UserError` for folders of one name."""
     parts = set()
     for name, own in described.items():
@@ -109,21 +126,12 @@ def generator_parts(described: Mapping[str, GeneratorDescription]) -> set[str]:
     return parts
 
 
-def save_generator(folder: Path, name: str, described: GeneratorDescription, tensors: Mapping[str, Tensor]) -> None:
+def save_generator(folder: Path, name: str, described: Description, tensors: Mapping[str, Tensor]) -> None:
     """Raises `UserError` if the tensors are not those of the model."""
-    own = dict(tensors_under(tensors, f"{name}.module"))
-    model = diffusion_class(described.model_class).from_config(
-        {**described.values, "_class_name": described.model_class}
-    )
-    dtypes = check_tensors(dict(model.named_parameters()), own, where=f"{name}.module")
-    model.to(next(iter(dtypes.values()))).load_state_dict(own, strict=False)
-    model.save_pretrained(folder / name)
-    described.scheduler().save_pretrained(folder / f"{name}_scheduler")
-    if described.autoencoder is not None:
-        stored = diffusion_class("AutoencoderKL").from_pretrained(
-            stored_folder(described.autoencoder), use_safetensors=True
-        )
-        stored.save_pretrained(folder / f"{name}_autoencoder")
+    if isinstance(described, CodesDescription):
+        save_code_decoder(folder, name, described, tensors)
+    else:
+        _save_diffusion_model(folder, name, described, tensors)
     connector = dict(tensors_under(tensors, f"{name}.projector"))
     with torch.device("meta"):
         expected = Connector(*described.sizes, described.projector, dtype=torch.float32, seed=None)
@@ -140,7 +148,27 @@ def save_generator(folder: Path, name: str, described: GeneratorDescription, ten
         )
 
 
-def manifest_entry(described: GeneratorDescription) -> dict[str, Any]:
+def _save_diffusion_model(
+    folder: Path, name: str, described: GeneratorDescription, tensors: Mapping[str, Tensor]
+) -> None:
+    own = dict(tensors_under(tensors, f"{name}.module"))
+    model = diffusion_class(described.model_class).from_config(
+        {**described.values, "_class_name": described.model_class}
+    )
+    dtypes = check_tensors(dict(model.named_parameters()), own, where=f"{name}.module")
+    model.to(next(iter(dtypes.values()))).load_state_dict(own, strict=False)
+    model.save_pretrained(folder / name)
+    described.scheduler().save_pretrained(folder / f"{name}_scheduler")
+    if described.autoencoder is not None:
+        stored = diffusion_class("AutoencoderKL").from_pretrained(
+            stored_folder(described.autoencoder), use_safetensors=True
+        )
+        stored.save_pretrained(folder / f"{name}_autoencoder")
+
+
+def manifest_entry(described: Description) -> dict[str, Any]:
+    if isinstance(described, CodesDescription):
+        return code_manifest_entry(described)
     return {
         "model_class": described.model_class,
         "imported_from": "diffusers",
@@ -152,20 +180,13 @@ def manifest_entry(described: GeneratorDescription) -> dict[str, Any]:
     }
 
 
-def sampling_code(folder: str, described: GeneratorDescription) -> str:
-    """A program that makes one image with plain transformers, diffusers and torch: the function `draw_<name>`."""
+def sampling_code(folder: str, described: Description) -> str:
+    """A program that makes one image with plain transformers, diffusers and torch, the function `draw_<name>`; or a
+    sound, `say_<name>`."""
     name = re.sub(r"\W", "_", folder)
-    linears = ["linear"] if described.projector == "linear" else ["linear_1", "linear_2"]
-    projected = f'{name}_layer("projector.{linears[0]}", states)'
-    if len(linears) == 2:
-        projected = f'{name}_layer("projector.{linears[1]}", F.gelu({projected}))'
-    reads = "ids = tokenizer(prompt, return_tensors='pt').input_ids[0]"
-    embedded = "language_model.get_input_embeddings()(ids)"
-    rows, queries = "", ""
-    if described.num_queries:
-        embedded = f"torch.cat([{embedded}, {name}_queries])"
-        rows = f", -len({name}_queries):"
-        queries = f'{name}_queries = load_file("{queries_of(folder)}/model.safetensors")["weight"]'
+    loaded, conditions = _conditions(folder, name, described)
+    if isinstance(described, CodesDescription):
+        return f"import torch\n{loaded}\n{code_sampling_code(folder, described, conditions, GUIDANCE)}"
     given, step, made = _denoising(name, described)
     side, channels, spectrogram = described.side, described.channels, described.spectrogram
     height = side if spectrogram is None else spectrogram.num_mels
@@ -179,22 +200,14 @@ def sampling_code(folder: str, described: GeneratorDescription) -> str:
         scaled = f"drawn / {name}_autoencoder.config.scaling_factor + ({name}_autoencoder.config.shift_factor or 0)"
         result, channels_out = f"{name}_autoencoder.decode({scaled}).sample.clamp(-1, 1)", "channels"
     return f"""import torch
-import torch.nn.functional as F
 from diffusers import {classes}
-from safetensors.torch import load_file
-
+{loaded}
 {name} = {described.model_class}.from_pretrained("{folder}", torch_dtype=language_model.dtype){opened}
 {name}_scheduler = {described.scheduler_class}.from_pretrained("{folder}_scheduler")
-{name}_weights = load_file("{folder}_projector/model.safetensors")
-{queries}
-{name}_layer = lambda at, x: F.linear(x, {name}_weights[at + ".weight"], {name}_weights[at + ".bias"])
 
 @torch.no_grad()
 def draw_{name}(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={height}, width={side}):
-    {reads}
-    states = language_model(inputs_embeds={embedded}[None], output_hidden_states=True).hidden_states[-1][0{rows}]
-    states = F.layer_norm(states, states.shape[-1:], {name}_weights["norm.weight"], {name}_weights["norm.bias"])
-    conditions = torch.stack([{projected}, {name}_weights["null"].expand(len(states), -1)])
+{conditions}
     drawn = torch.randn(1, {channels}, height, width, dtype=states.dtype)
     {name}_scheduler.set_timesteps(steps){given}
     for time in {name}_scheduler.timesteps:
@@ -203,6 +216,34 @@ def draw_{name}(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={height},
         drawn = {name}_scheduler.step(other + guidance * (wanted - other), time, drawn).prev_sample
     return {result}  # [1, {channels_out}, height, width]: {meaning}.
 """
+
+
+def _conditions(folder: str, name: str, described: Description) -> tuple[str, str]:
+    """Lines of the program: loading connector and query tokens, and making `conditions` of a `prompt`, with the null
+    condition behind its own."""
+    linears = ["linear"] if described.projector == "linear" else ["linear_1", "linear_2"]
+    projected = f'{name}_layer("projector.{linears[0]}", states)'
+    if len(linears) == 2:
+        projected = f'{name}_layer("projector.{linears[1]}", F.gelu({projected}))'
+    embedded = "language_model.get_input_embeddings()(ids)"
+    rows, queries = "", ""
+    if described.num_queries:
+        embedded = f"torch.cat([{embedded}, {name}_queries])"
+        rows = f", -len({name}_queries):"
+        queries = f'{name}_queries = load_file("{queries_of(folder)}/model.safetensors")["weight"]'
+    loaded = f"""import torch.nn.functional as F
+from safetensors.torch import load_file
+
+{name}_weights = load_file("{folder}_projector/model.safetensors")
+{queries}
+{name}_layer = lambda at, x: F.linear(x, {name}_weights[at + ".weight"], {name}_weights[at + ".bias"])
+"""
+    conditions = f"""\
+    ids = tokenizer(prompt, return_tensors='pt').input_ids[0]
+    states = language_model(inputs_embeds={embedded}[None], output_hidden_states=True).hidden_states[-1][0{rows}]
+    states = F.layer_norm(states, states.shape[-1:], {name}_weights["norm.weight"], {name}_weights["norm.bias"])
+    conditions = torch.stack([{projected}, {name}_weights["null"].expand(len(states), -1)])"""
+    return loaded, conditions
 
 
 def _denoising(name: str, described: GeneratorDescription) -> tuple[str, str, str]:
@@ -228,9 +269,15 @@ def _denoising(name: str, described: GeneratorDescription) -> tuple[str, str, st
     return lines, step, "F.pixel_shuffle(made.mT.unflatten(2, (rows, columns)), 2).split(1)"
 
 
-def check_names(modules: Mapping[str, Any], generators: Mapping[str, GeneratorDescription]) -> None:
+def check_names(modules: Mapping[str, Any], generators: Mapping[str, Description]) -> None:
     """Raises `UserError` if two parts would have one folder."""
     for name in generators:
-        for folder in (f"{name}_scheduler", f"{name}_projector", f"{name}_autoencoder", queries_of(name)):
+        for folder in (
+            f"{name}_scheduler",
+            f"{name}_projector",
+            f"{name}_autoencoder",
+            f"{name}_codec",
+            queries_of(name),
+        ):
             if folder in modules:
                 raise UserError(f"export: {folder} is a folder of generator {name}; rename that module")

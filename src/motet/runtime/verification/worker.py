@@ -30,7 +30,7 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
     num_batches = max(1, steps, 2 * plan.run_ahead)
     batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(num_batches)]
     for batch in batches:
-        _encode_latents(config, batch)
+        _encode(config, batch)
     with float64_throughout() if config.train.dtype == "float64" else nullcontext():
         device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         engine = build_engine(config, plan, device)
@@ -59,11 +59,12 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
     return {**values, **asdict(stepped), "failures": failures, "passed": not failures}
 
 
-def _encode_latents(config: RunConfig, batch: "_InDtype") -> None:
-    """Makes the latents of images, in float32 as in a training: no autoencoder can be loaded where all is float64."""
+def _encode(config: RunConfig, batch: "_InDtype") -> None:
+    """Makes latents of images and codes of sounds, in float32 as in a training: no autoencoder and no codec can be
+    loaded where all is float64."""
     for name, part in config.model.generators.items():
         for index, sample in enumerate(batch.samples):
-            if part.autoencoder is not None and sample.has(name):
+            if (part.autoencoder is not None or part.codec is not None) and sample.has(name):
                 batch.features(name, index)
 
 
