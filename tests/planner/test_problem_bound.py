@@ -317,3 +317,14 @@ def test_no_assignment_undercuts_the_bound(assignment: str) -> None:
         assert plan.assignment == assignment
         bound_s = problem_lower_bound_s(one, num_replicas=dict.fromkeys(one.modules, (degrees.dp,)))
         assert bound_s <= evaluate(one, plan).iteration_time_s
+
+
+def test_the_bound_knows_measured_gathers():
+    """Of new parameters, where the optimizer's state is sharded: measured ones may be faster than the catalogue's."""
+    problem = small_problem(num_devices=4, encoders=(), frozen=(), dp_sizes=(4,), num_microbatches=1)
+    problem = replace(problem, memory=replace(problem.memory, zero1=True))
+    link = LinkCost(latency_s=0.0, bytes_per_s=1e15)
+    fast = replace(problem, table=replace(problem.table, collectives={"all_gather": link}))
+    evaluation = evaluate(fast, build_plan(fast, {"language_model": Degrees(dp=4)}))
+    assert problem_lower_bound_s(fast) <= evaluation.iteration_time_s
+    assert problem_lower_bound_s(fast) < problem_lower_bound_s(problem)

@@ -282,8 +282,8 @@ class _Modules:
             memory, (tp,), num_ranks = self.problem.memory, size.tp, size.cp * size.num_replicas
             ep = largest_ep(self.problem, name, tp, size.num_replicas)
             num_bytes = memory.parameter_bytes * sum(self.problem.estimator.num_trainable(name, tp=tp, ep=ep))
-            most_in_node = max(1, self.problem.cluster.devices_per_node // tp)
-            s_per_byte = gather_s_per_byte(self.problem.cluster, num_ranks, most_in_node)
+            cluster = self.problem.estimator.cluster  # With measured links.
+            s_per_byte = gather_s_per_byte(cluster, num_ranks, max(1, cluster.devices_per_node // tp))
             share = (num_ranks - memory.num_keepers(num_ranks)) / max(1, num_ranks - 1)
             self._gather_s[name, size] = size.num_holders(tp) * num_bytes * s_per_byte * share
         return self._gather_s[name, size]
