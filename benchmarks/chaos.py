@@ -96,9 +96,10 @@ def _report_wild(trials: list[dict[str, Any]], name: str, note: str) -> None:
     report.table(("what was hit", "went on", "from a checkpoint"), rows)
     doubles = [trial for trial in trials if any(each.endswith("recovery") for each in trial["killed"])]
     alive = sum(trial["survives"] for trial in doubles)
+    went_back = sum(not trial["went_on"] for trial in doubles)
     report.add(
         f"Two nodes within one recovery: {len(doubles)} trials. In {alive} of them each layer was alive on some node, "
-        "and all of these went on; the others went back to the last checkpoint."
+        f"and all of these went on; {went_back} of the others went back to the last checkpoint."
     )
     phases = Counter(each.rpartition(" in ")[2] for trial in trials for each in trial["killed"])
     told = ", ".join(f"{phase} {number}" for phase, number in phases.most_common())
