@@ -85,7 +85,7 @@ MAX_RESULTS = 256
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """What the result's form depends on, of the commonest call, with one tensor; None: another."""
-    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].is_meta:
         return None
     return args[0].shape, args[0].dtype, torch.is_autocast_enabled(args[0].device.type)
 
