@@ -199,6 +199,25 @@ def test_it_predicts_a_run_that_was_not_measured(table):
     assert predicted == pytest.approx(time.now_s, rel=0.05)
 
 
+def test_where_each_microbatch_is_one_sequence_a_quadratic_time_is_that_of_its_pairs():
+    """A context-parallel rank has a share of the pairs; of the square of its tokens, the square of that share."""
+    workload = MODULES["text"].workload
+    runs = [
+        profiler.Measurement(
+            layers=layers,
+            load=microbatch_load(workload, "text", [Sample("s", {"text": (Segment(tokens),)}, {"text": tokens})]),
+            weight_gradient=False,
+            input_gradient=False,
+            forward_s=1e-6 + sum(1e-8 * tokens**2 for i in range(*layers) if workload.layers[i].part == "block"),
+        )
+        for tokens in (64, 512, 2048)
+        for layers in runs_to_measure(workload)
+    ]
+    block = profiler.fit_module(workload, runs).costs.layers[1].forward_without_graph
+    assert block.per_token_squared == 0
+    assert block.per_pair == pytest.approx(1e-8, rel=0.05)
+
+
 def test_runs_to_measure():
     assert runs_to_measure(MODULES["vision"].workload) == [(0, 1), (1, 2), (3, 4), (4, 5), (1, 3), (0, 5)]
 

@@ -170,17 +170,22 @@ def _fit(
 
     if not rows:
         return {}, np.zeros(0)
+    # Where each microbatch is one sequence both are the same number. A context-parallel rank has a share of the pairs.
+    one_sequence = all(m.load.pairs == m.load.tokens_squared for _, m, _ in rows)
     columns: dict[tuple[_Unknown, str], int] = {}
     for unknowns, _, _ in rows:
         for unknown in unknowns:
-            for term in _terms_of(workload, unknown):
-                columns.setdefault((unknown, term), len(columns))
+            terms = _terms_of(workload, unknown)
+            for term in terms:
+                if not (one_sequence and term == "per_token_squared" and "per_pair" in terms):
+                    columns.setdefault((unknown, term), len(columns))
     matrix = np.zeros((len(rows), len(columns)))
     for r, (unknowns, m, seconds) in enumerate(rows):
         sums = dict(zip(Quadratic._fields, (1.0, *m.load), strict=True))
         for unknown in unknowns:
             for term in _terms_of(workload, unknown):
-                matrix[r, columns[unknown, term]] += sums[term] / seconds
+                if (unknown, term) in columns:
+                    matrix[r, columns[unknown, term]] += sums[term] / seconds
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
     weights = np.sqrt([m.layers[1] - m.layers[0] for _, m, _ in rows])
     solution, _ = nnls(matrix / scale * weights[:, None], weights, maxiter=100 * len(columns))
