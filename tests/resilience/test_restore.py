@@ -54,9 +54,9 @@ def train_without_language_model(
 
 def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
     losses, log = train_without_language_model(tmp_path)
-    assert log[-1]["done"] == (
-        "no node held " + log[-1]["done"].split()[2] + " any more: went back from step 3 to the checkpoint of step 2"
-    )
+    done = log[-1]["done"]
+    assert done.startswith("no node held language_model.")
+    assert done.endswith(" any more: went back from step 3 to the checkpoint of step 2")
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0], rel=1e-12)
 
 
