@@ -17,7 +17,7 @@ def host_and_port(text: str) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+    if not host or not port.isdecimal() or len(port) > len(str(MAX_PORT)) or int(port) > MAX_PORT:
         return None
     return host, int(port)
 

@@ -62,4 +62,5 @@ def test_neither_is_where_ranks_may_be_lost(example: str) -> None:
     )
     problem = read_problem(config)
     assert not problem.may_share_experts
+    assert not problem.may_share_nodes
     assert not problem.may_share_parameters

@@ -401,7 +401,7 @@ class _Search:
     def _place_replicas(self) -> None:
         """Puts equal stages of the best plans' replicas side by side on the nodes."""
         cluster = self.problem.cluster
-        if cluster.num_nodes == 1:
+        if cluster.num_nodes == 1 or not self.problem.may_share_nodes:
             return
         for each in _best(self.evaluations):
             placed = replicas_side_by_side(each.plan, cluster.devices_per_node)

@@ -29,6 +29,9 @@ FAILURE = "failure"
 RUN = "run"
 """JSON of the `RunRecord`."""
 
+MAX_TRIAL_LENGTH = 500
+"""Characters of a `TrialRequest` as JSON; its parts go on to processes that take short messages."""
+
 Values = Mapping[str, str]
 """Values of a store, by key."""
 KeyKind = Literal[
@@ -136,10 +139,12 @@ def check_record(name: str, value: str) -> None:
             except ValueError as error:
                 raise UserError(f"{name}: {error}") from None
         case "meeting", [_]:
-            if host_and_port(value) is None:
+            if not _is_address(value):
                 raise UserError(f"{name}: is not an address")
         case "trial", [_]:
-            if host_and_port(parse_strictly(TrialRequest, value, name).address) is None:
+            if len(value) > MAX_TRIAL_LENGTH:
+                raise UserError(f"{name}: has more than {MAX_TRIAL_LENGTH} characters")
+            if not _is_address(parse_strictly(TrialRequest, value, name).address):
                 raise UserError(f"{name}: address: is not an address")
         case "tried", [_]:
             parse_strictly(TrialOutcome, value, name)
@@ -151,6 +156,11 @@ def check_record(name: str, value: str) -> None:
             pass
         case _:
             raise UserError(f"{name[:100]!r} is not a key")
+
+
+def _is_address(text: str) -> bool:
+    """Whether a socket can be asked to connect there."""
+    return text.isascii() and text.isprintable() and host_and_port(text) is not None
 
 
 @dataclass(frozen=True)

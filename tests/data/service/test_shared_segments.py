@@ -52,6 +52,18 @@ def test_of_a_killed_sender_nothing_is_left() -> None:
     wait_until(lambda: {*os.listdir("/proc/self/fd")} <= before)
 
 
+def test_memory_that_is_kept_keeps_no_descriptor() -> None:
+    """A large batch has more segments than a process may have descriptors."""
+    before = {*os.listdir("/proc/self/fd")}
+    kept = []
+    for number in range(5):
+        segment = new_segment(1000 + number)
+        os.close(segment.descriptor)
+        kept.append(segment.data.fill_(number))
+    assert {*os.listdir("/proc/self/fd")} <= before
+    assert [int(data.sum()) for data in kept] == [number * (1000 + number) for number in range(5)]
+
+
 def test_a_segment_that_was_never_sent_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_segments, "PATIENCE_S", 0.0)
     with pytest.raises(RuntimeError, match="its memory is not"):

@@ -16,6 +16,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -135,4 +136,7 @@ def _receive(ours: socket.socket, arrived: _Arrived) -> None:
 
 
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:
+    if (path := Path(f"/proc/self/fd/{descriptor}")).exists():
+        # Python's mappings keep descriptors of their own, of which there would be too few for a large batch.
+        return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
