@@ -195,7 +195,7 @@ def worker(what: str, rank: int, port: int, num_microbatches: int, num_iteration
     settled, num_actions = sorted(seconds[num_iterations // 4 :]), 4 * num_microbatches
     least, median = (1e6 * value / num_actions for value in (settled[0], statistics.median(settled)))
     print(json.dumps({"least": least, "median": median, "instructions": instructions / num_actions}))
-    dist.barrier()  # Who leaves while others still talk to it makes gloo abort them.
+    dist.monitored_barrier()  # As in `motet.runtime.launch`.
     dist.destroy_process_group()
 
 

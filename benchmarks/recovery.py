@@ -34,6 +34,7 @@ from statistics import median
 import yaml
 
 from benchmarks.reporting import Report
+from motet.resilience.health.trial_process import PROCESS_NAME
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.yaml"
 NUM_NODES, NODE_SIZE = 3, 2
@@ -239,8 +240,10 @@ def _lines(path: Path) -> list[dict[str, int]]:
 
 
 def _children(pid: int) -> list[int]:
-    text = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(line) for line in text.split()]
+    """Without those that only sum with nodes that come."""
+    command = ["ps", "-o", "pid=,comm=", "--ppid", str(pid)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [int(number) for number, name in (line.split(maxsplit=1) for line in lines) if name != PROCESS_NAME]
 
 
 def write_report(times: dict[str, list[float]], seed: str) -> None:

@@ -200,8 +200,12 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
         timeout=timedelta(seconds=timeout_s),
     )
     yield
-    # A rank that leaves while others still talk to it makes gloo abort them.
-    barrier()
+    # A rank that leaves while others still talk to it makes gloo abort them. What a thread of gloo's still holds of a
+    # plain barrier when the interpreter ends would abort this one; a monitored barrier runs in this thread alone.
+    if dist.get_backend() == "gloo":
+        dist.monitored_barrier(timeout=timedelta(seconds=timeout_s))
+    else:
+        barrier()
     dist.destroy_process_group()
 
 

@@ -10,9 +10,11 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import ceil
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from motet.resilience.health.neighbours import MAX_MESSAGE_BYTES, TRIAL_S
 from motet.resilience.meeting_place import open_meeting_place
 from motet.resilience.process_control import PR_SET_PDEATHSIG
 
+PROCESS_NAME = "motet sums"
+"""What `ps` calls these processes, on Linux."""
 CONNECT_S = 10.0
 """Time for the meeting place, which is open already, to take a connection."""
 NUM_SUMMED = 4096
@@ -32,6 +36,8 @@ def serve_trials(pipe: Connection, agent_ends: Sequence[Connection]) -> None:
     """Carries out what the agent asks for, the newest request instead of an older one, until the agent ends."""
     for other in agent_ends:
         other.close()
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
     gc.freeze()
     child = 0
     while True:
