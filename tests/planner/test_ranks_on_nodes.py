@@ -10,7 +10,8 @@ from small_problem import small_problem
 from motet.cluster import LINKS
 from motet.cluster.rank_placement import on_nodes, replicas_side_by_side
 from motet.costs.communication import collective_seconds
-from motet.planner.auto import choose
+from motet.planner.auto import _Search
+from motet.planner.ending import silent
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import build_plan
 from motet.planner.problem import Degrees
@@ -120,14 +121,15 @@ def test_replicas_side_by_side_sum_and_gather_faster():
     assert replicas_side_by_side(placed, problem.cluster.devices_per_node) == placed
 
 
-def test_replicas_stay_on_nodes_of_their_own_where_nodes_may_be_lost():
-    problem = on_two_nodes(4, encoders=(), frozen=(), dp_sizes=(2,))
-    kept, mixed = (
-        choose(replace(problem, may_share_nodes=may)).evaluation.plan.modules["language_model"] for may in (False, True)
-    )
-    for module, is_mixed in ((kept, False), (mixed, True)):
-        first, second = ({rank // 2 for stage in r.stages for rank in stage.ranks} for r in module.replicas)
-        assert bool(first & second) == is_mixed
+@pytest.mark.parametrize("may", [True, False])
+def test_auto_leaves_replicas_on_nodes_of_their_own_where_nodes_may_be_lost(may):
+    problem = on_two_nodes(8, encoders=(), frozen=(), may_share_nodes=may)
+    plan = build_plan(problem, {"language_model": Degrees(pp=4, dp=2)})
+    search = _Search(problem, {}, None, silent)
+    search.add([evaluate(problem, plan)], "whole nodes")
+    search._place_replicas()
+    placed = [replicas_side_by_side(plan, problem.cluster.devices_per_node)] if may else []
+    assert [each.plan for each in search.evaluations] == [plan, *placed]
 
 
 def test_side_by_side_renumbers_drawn_plans_and_divides_no_more_groups():
