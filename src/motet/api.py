@@ -310,7 +310,10 @@ def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     phases = phases_of(config)
     for phase in phases.values():
-        read_problem(phase)  # What is wrong with a later phase is said before the first one is trained.
+        # What is wrong with a later phase is said before the first one is trained.
+        problem = read_problem(phase)
+        if phase.parallel.run_ahead:  # Whether an encoder can depends on what the phase trains.
+            read_or_make_plan(None, phase, problem)
     for name, phase in phases.items():
         there = find_checkpoints(Path(phase.train.output) / "checkpoints")
         if phase.train.resume == "latest" and there and step_of(there[-1]) >= phase.train.steps:
@@ -368,6 +371,7 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
         from motet.planner.from_run_file import plan_for
 
         return plan_for(config, problem)
+    from motet.assignment.next_batch import why_not_ahead
     from motet.planner.older_plans import with_connectors
 
     path = "" if isinstance(plan, Plan) else f" {plan}"
@@ -399,6 +403,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
             )
     if plan.run_ahead and config.train.failures is not None:
         raise UserError(f"--plan{path}: run_ahead: is true, which train.failures does not support; set it to false")
+    if plan.run_ahead and (why := why_not_ahead(plan)) is not None:
+        raise UserError(f"--plan{path}: run_ahead: {why}")
     keys = ["schedule", "run_ahead"]
     # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
     if plan.loss_module is None and not plan.replica_microbatches:

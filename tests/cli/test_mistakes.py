@@ -278,6 +278,7 @@ def test_nothing_to_train(capsys: pytest.CaptureFixture[str], run_file: Path) ->
         (["modules", "vision", "num_layers"], 6, r"\[0\]: its stages end at layer 5, but the module has 6 layers"),
         (["num_microbatch"], 2, "num_microbatch: is not a known key; did you mean 'num_microbatches'?"),
         (["schedule"], "2f2b", "schedule '2f2b' is not known; known are gpipe, 1f1b"),
+        (["run_ahead"], True, r"--plan .*plan\.json: run_ahead: no encoder begins with a frozen layer; freeze"),
         (["version"], 2, "version: is 2; this motet reads 1, so make the plan anew"),
         (["modules", "vision", "trainable"], [[0, 4]], r"vision.trainable: is \[\[0, 4\]\], but in the model it is"),
         (["edges"], [], "edges: vision must enter language_model at layers .0., as in the model"),

@@ -16,6 +16,7 @@ from scenario import Scenario, ScenarioBatch
 from training import ids_of_step, plan_of, run_config, spoil, train
 
 from motet.config import RunConfig
+from motet.runtime import batch_copies
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.engine import Engine, IterationResult, StartedIteration
 from motet.runtime.next_batch import NextBatch
@@ -105,12 +106,21 @@ def test_gradients_are_those_of_one_process_and_the_host_does_not_wait(scenarios
 
 
 def test_encoders_run_ahead_without_a_wait_of_the_host() -> None:
-    """The batch's encoder outputs come from the iteration before, and an evaluation lies between."""
+    """The batch's encoder outputs come from the iteration before, and an evaluation lies between. Each batch is packed
+    for the device once."""
     scenario = Scenario(placement="shared", frozen="all but language model", items="half", run_ahead=True)
     prepare(scenario)
 
     def work(rank: int, device: torch.device) -> Counter[tuple[str, str]]:
         waits: list[Counter[tuple[str, str]]] = []
+        packed: list[int] = []
+        pack = batch_copies._packed
+
+        def counting(batch: Any, *args: Any) -> batch_copies.PackedBatch:
+            packed.append(id(batch.samples))
+            return pack(batch, *args)
+
+        batch_copies._packed = counting
 
         def run_before(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
             first, second, third = (batch.with_other_contents(number) for number in (50, 100, 150))
@@ -121,6 +131,7 @@ def test_encoders_run_ahead_without_a_wait_of_the_host() -> None:
                 started = engine.start(third, seed=(0, 3), following=NextBatch(batch, DRAW_KEY))
             waits.append(found)
             assert math.isfinite(started.read().loss)
+            assert packed == [id(each.samples) for each in (first, second, third, batch)]
             engine.run(first, forward_only=True)
 
         comparison = verify(scenario, run_before, device=device)

@@ -12,15 +12,16 @@ from drawing import Limits, draw_problem
 from plans import language_model, module, replica
 from toy_model import ToyBatch, ToyStage, reference, toy_stage_maker
 
-from motet.assignment.batch_assignment import contiguous_assignment
-from motet.assignment.next_batch import why_not_ahead
+from motet.assignment.batch_assignment import BatchAssignment, Microbatch, contiguous_assignment
+from motet.assignment.next_batch import RunAhead, why_not_ahead
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.plan import Edge, Plan
-from motet.runtime.engine import Engine
+from motet.runtime.engine import Engine, _form
 from motet.runtime.next_batch import NextBatch
 from motet.runtime.stage_runner import StageRunner
+from motet.schedule.routes import Routes, derive_routes
 
 CPU = torch.device("cpu")
 PLAN = Plan(
@@ -50,6 +51,8 @@ def batch(seed: int, *, num: int = 4, lacking: Sequence[int] = ()) -> ToyBatch:
         seed=seed,
     )
 
+
+Pieces = tuple[Microbatch, ...]
 
 Steps = Sequence[tuple[ToyBatch, ToyBatch | None]]
 """Batches that are run, and what is said to follow each."""
@@ -186,6 +189,25 @@ def test_drawn_plans(draw: int) -> None:
     batches = [ToyBatch(problem.samples, 0), ToyBatch(problem.samples[1:], 1), ToyBatch(problem.samples, 2)]
     assert all(contiguous_assignment(plan, each.samples) for each in batches)
     assert max(differences(plan, in_order(batches))) < 1e-10
+
+
+def test_programs_are_told_apart_by_the_names_of_the_next_cells() -> None:
+    """Of microbatches cut by work there are not always as many: cell 3 may be the second of the next batch or the
+    first. Its dropout is seeded from that name, which the bound program keeps."""
+
+    def routes(own: Pieces, following: Pieces) -> Routes:
+        of_others = {"audio": (((0, 1),),), "llm": (((0, 1),),)}
+        first, second = batch(1, num=2), batch(2, num=2)
+        ahead = RunAhead(True, BatchAssignment({"vision": (following,), **of_others}), second.samples)
+        return derive_routes(PLAN, BatchAssignment({"vision": (own,), **of_others}), first.samples, ahead=ahead)
+
+    two, three = routes(((0,), (1,)), ((), (0,), (1,))), routes(((0,), (1,), ()), ((0,), (1,)))
+    assert two.cells == three.cells
+    assert [two.next_name(cell) for cell in two.cells if cell in two.ahead] != [
+        three.next_name(cell) for cell in three.cells if cell in three.ahead
+    ]
+    assert _form(two) != _form(three)
+    assert _form(two) == _form(routes(((0,), (1,)), ((), (0,), (1,))))
 
 
 def test_an_engine_refuses_a_plan_in_which_nothing_can_run_ahead() -> None:

@@ -308,10 +308,11 @@ class Engine:
         if not self.plan.run_ahead or forward_only:
             following = None
         ahead = NO_RUN_AHEAD if forward_only else self._run_ahead(batch.samples, seed, following)
-        self._prepare(batch, self._routes(batch.samples, forward_only=forward_only)[0])
+        self._prepare_attention(batch.samples, self._routes(batch.samples, forward_only=forward_only)[0])
         joined = batch
         if following is not None:
-            self._prepare(following.batch, self._routes(following.batch.samples, forward_only=False)[0])
+            next_samples = following.batch.samples
+            self._prepare_attention(next_samples, self._routes(next_samples, forward_only=False)[0])
             joined = JoinedBatch(batch, following.batch)
         routes, form, cut = self._routes(batch.samples, forward_only=forward_only, ahead=ahead)
         program = self._local_program(routes, form, joined.samples)
@@ -416,14 +417,13 @@ class Engine:
         holds which tokens, and their masks; and packs what goes to the device. For the thread that loads the batch;
         `run` does it otherwise."""
         routes, _, _ = self._routes(batch.samples, forward_only=False)
+        if self._copies is not None:
+            self._copies.pack(batch, self._wanted_on_device(batch.samples), self._integers_on_host)
         # Views that are made when they are asked for.
         assert routes.incoming.keys() == routes.outgoing.keys() >= routes.with_backward
-        self._prepare(batch, routes)
+        self._prepare_attention(batch.samples, routes)
 
-    def _prepare(self, batch: Batch, routes: Routes) -> None:
-        samples = batch.samples
-        if self._copies is not None:
-            self._copies.pack(batch, self._wanted_on_device(samples), self._integers_on_host)
+    def _prepare_attention(self, samples: Sequence[Sample], routes: Routes) -> None:
         if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
         contexts = [
@@ -471,7 +471,9 @@ def _form(routes: Routes) -> Hashable:
     """The part of routes that a program depends on: cells and what flows between them, not samples."""
     numbers = (routes.cell_stage, routes.cell_microbatch, routes.route_source, routes.route_target)
     stages = tuple(stage[:3] for stage in routes.stages)
-    ahead = routes.cell_is_ahead.tobytes(), routes.cell_ran_before.tobytes()
+    ahead: tuple[bytes, ...] = routes.cell_is_ahead.tobytes(), routes.cell_ran_before.tobytes()
+    if routes.runs_ahead:  # The names of the next batch's cells in its own iteration, from which they are seeded.
+        ahead += (str(sorted(routes.num_microbatches.items())).encode(),)
     return routes.forward_only, stages, *ahead, *(array.tobytes() for array in (*numbers, routes.route_has_gradient))
 
 

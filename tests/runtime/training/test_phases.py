@@ -119,6 +119,17 @@ def test_a_wrong_value_names_its_phase(tmp_path: Path) -> None:
         motet.simulate(in_phases(tmp_path))
 
 
+def test_that_a_later_phase_trains_what_should_run_ahead_is_said_before_the_first(tmp_path: Path) -> None:
+    ahead = {"parallel.run_ahead": True}
+    phases = [
+        {**PHASES[1], "set": {**PHASES[1]["set"], **ahead}},
+        {"name": "all", "steps": 2, "set": ahead},
+    ]
+    with pytest.raises(UserError, match=r"^parallel\.run_ahead: no encoder begins with a frozen layer; freeze .*vision"):
+        motet.train(in_phases(tmp_path, phases=phases))
+    assert not (tmp_path / "output").exists()
+
+
 @pytest.mark.campaign
 def test_one_command_trains_all_and_goes_on(tmp_path: Path) -> None:
     run = generator_run(tmp_path, train={"output": str(tmp_path / "output"), "phases": PHASES})
