@@ -40,12 +40,17 @@ def test_all_start_again_from_the_last_checkpoint(tmp_path: Path, how: str) -> N
         trainer._checkpoints.finish()
         acts(trainer)
 
+    def end_store() -> None:
+        os.kill(pid(), signal.Signals[how])
+        if how == "SIGSTOP":  # The training would be over before its silence is noticed.
+            signal.pause()
+
     with (
         store_pid() as pid,
         recorded(tmp_path),
         mock.patch.object(launch_nodes, "store_timeout_s", return_value=1.0),
     ):
-        acts = at(3, 3, lambda: os.kill(pid(), signal.Signals[how]))
+        acts = at(3, 3, end_store)
         result = train_and(config, lose)
     assert result["losses"] == pytest.approx(undisturbed()[2:], rel=1e-12)
     assert applied_ids(tmp_path).keys() == set(range(1, len(undisturbed()) + 1))
