@@ -125,7 +125,9 @@ def test_that_a_later_phase_trains_what_should_run_ahead_is_said_before_the_firs
         {**PHASES[1], "set": {**PHASES[1]["set"], **ahead}},
         {"name": "all", "steps": 2, "set": ahead},
     ]
-    with pytest.raises(UserError, match=r"^parallel\.run_ahead: no encoder begins with a frozen layer; freeze .*vision"):
+    with pytest.raises(
+        UserError, match=r"^parallel\.run_ahead: no encoder begins with a frozen layer; freeze .*vision"
+    ):
         motet.train(in_phases(tmp_path, phases=phases))
     assert not (tmp_path / "output").exists()
 
