@@ -35,7 +35,7 @@ from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import leave_world
 from motet.runtime.executor import Executor
 from motet.runtime.launch import WorkerFailedError
-from motet.runtime.training.trainer import Trainer
+from motet.runtime.training.trainer import Trainer, TrainingSummary
 
 
 def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:
@@ -211,3 +211,13 @@ def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> No
     assert result["world_size"] == 6
     [line] = failures(config)
     assert [(change["kind"], change["node"]) for change in line["changes"]] == [("joined", 2)]
+
+
+def test_a_checkpoint_that_is_to_be_begun_again_is_not_forgotten() -> None:
+    """A further failure may come before it has begun: the next membership has to hear of it as of one that was begun."""
+    trainer = Trainer.__new__(Trainer)
+    trainer._checkpoints = mock.Mock(is_unfinished=False)
+    trainer.summary = TrainingSummary(save_again=True)
+    assert trainer.is_saving
+    trainer.summary.save_again = False
+    assert not trainer.is_saving

@@ -233,8 +233,8 @@ class Trainer:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint was begun and is not complete."""
-        return self._checkpoints.is_unfinished
+        """Whether a checkpoint was begun and is not complete, or is to be begun again."""
+        return self._checkpoints.is_unfinished or self.summary.save_again
 
     def train(self) -> TrainingSummary:
         """Runs the remaining steps, or those until a pause."""
