@@ -214,7 +214,7 @@ def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_that_is_to_be_begun_again_is_not_forgotten() -> None:
-    """A further failure may come before it has begun: the next membership has to hear of it as of one that was begun."""
+    """A further failure may come before that: the next membership has to hear of it as of one that was begun."""
     trainer = Trainer.__new__(Trainer)
     trainer._checkpoints = mock.Mock(is_unfinished=False)
     trainer.summary = TrainingSummary(save_again=True)
