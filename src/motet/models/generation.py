@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,16 +54,16 @@ class QueryNode(ModuleNode):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GeneratorNode(ModuleNode):
-    """A diffusion model that reads the language model, and the connector before it."""
+    """A generator that reads the language model, and the connector before it."""
 
+    stage_class: ClassVar[type[GeneratorStage] | type[CodeStage]]
     model: nn.Module
     connector: Connector
-    loss: DiffusionLoss
+    loss: Any
+    """That of its stage's class."""
     shape: ModuleWorkload
     incoming_size: int
     """Width of the language model's hidden states."""
-    guidance: float | None = None
-    """Guidance scale for models with guidance embeddings; None: the model has none."""
     reads: str = LANGUAGE_MODEL
     queries: str = ""
     """The module of its query tokens; "": it reads all hidden states up to the placeholder."""
@@ -78,15 +78,15 @@ class GeneratorNode(ModuleNode):
 
     @property
     def family(self) -> str | None:
-        """diffusers' models have no `model_type`."""
+        """diffusers' models have no `model_type`, and a decoder of codes is cut by no rules of a family."""
         return None
 
     @property
     def num_layers(self) -> int:
         return self.shape.num_layers
 
-    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> GeneratorStage:
-        return GeneratorStage(
+    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> GeneratorStage | CodeStage:
+        return self.stage_class(
             self.name,
             self.reads,
             self.model,
@@ -99,6 +99,15 @@ class GeneratorNode(ModuleNode):
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         return self.shape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DiffusionNode(GeneratorNode):
+    """A diffusion model."""
+
+    stage_class = GeneratorStage
+    guidance: float | None = None
+    """Guidance scale for models with guidance embeddings; None: the model has none."""
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
         """One image of the native size."""
@@ -107,50 +116,10 @@ class GeneratorNode(ModuleNode):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CodeNode(ModuleNode):
-    """A decoder of an audio codec's codes that reads the language model, and the connector before it."""
+class CodeNode(GeneratorNode):
+    """A decoder of an audio codec's codes."""
 
-    model: nn.Module
-    connector: Connector
-    loss: CodeLoss
-    shape: ModuleWorkload
-    incoming_size: int
-    """Width of the language model's hidden states."""
-    reads: str = LANGUAGE_MODEL
-    queries: str = ""
-    """The module of its query tokens; "": it reads all hidden states up to the placeholder."""
-
-    @property
-    def num_typical_loss_tokens(self) -> int:
-        return 1
-
-    @property
-    def parts(self) -> dict[str, nn.Module]:
-        return {"module": self.model, "projector": self.connector}
-
-    @property
-    def family(self) -> str | None:
-        """It is cut by no rules of a family."""
-        return None
-
-    @property
-    def num_layers(self) -> int:
-        return self.shape.num_layers
-
-    def make_stage(self, layers: LayerRange, *, packing: bool = False) -> CodeStage:
-        return CodeStage(
-            self.name,
-            self.reads,
-            self.model,
-            self.connector,
-            layers,
-            workload=self.shape,
-            loss=self.loss,
-            incoming_size=self.incoming_size,
-        )
-
-    def workload(self, *, packing: bool = False) -> ModuleWorkload:
-        return self.shape
+    stage_class = CodeStage
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
         """Half as long a sound as it can make."""
@@ -169,7 +138,7 @@ def query_node(name: str, described: ConfiguredModule, dtype: torch.dtype) -> Qu
 
 def generator_node(
     name: str, described: ConfiguredModule, modules: Mapping[str, ConfiguredModule], dtype: torch.dtype
-) -> GeneratorNode | CodeNode:
+) -> GeneratorNode:
     """With all weights: random ones are drawn for the whole model, so every rank begins with the same.
 
     Raises `UserError` naming the key that is wrong."""
@@ -192,28 +161,19 @@ def generator_node(
         seed=layer_seed(part.seed, name, 0),
     )
     connector.requires_grad_(part.train.projector).train(part.train.projector)
+    common: dict[str, Any] = {
+        "name": name,
+        "loss_weight": described.loss_weight,
+        "model": model,
+        "connector": connector,
+        "shape": shape,
+        "incoming_size": incoming_size,
+        "queries": queries_of(name) if part.queries else "",
+    }
     if part.codec is not None:
-        return CodeNode(
-            name=name,
-            loss_weight=described.loss_weight,
-            model=model,
-            connector=connector,
-            loss=CodeLoss(per=part.loss_per, null_condition=part.null_condition),
-            shape=shape,
-            incoming_size=incoming_size,
-            queries=queries_of(name) if part.queries else "",
-        )
-    return GeneratorNode(
-        name=name,
-        loss_weight=described.loss_weight,
-        model=model,
-        connector=connector,
-        loss=DiffusionLoss(objective=part.objective, per=part.loss_per, null_condition=part.null_condition),
-        shape=shape,
-        incoming_size=incoming_size,
-        guidance=shape.config["guidance"],
-        queries=queries_of(name) if part.queries else "",
-    )
+        return CodeNode(**common, loss=CodeLoss(per=part.loss_per, null_condition=part.null_condition))
+    loss = DiffusionLoss(objective=part.objective, per=part.loss_per, null_condition=part.null_condition)
+    return DiffusionNode(**common, loss=loss, guidance=shape.config["guidance"])
 
 
 def build_code_decoder(part: GeneratorConfig, dtype: torch.dtype, where: str) -> Any:

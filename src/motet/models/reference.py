@@ -25,7 +25,7 @@ from motet.families.encoders.own_encoders import own_config
 from motet.families.rotary import forget_sequences
 from motet.models.composite import CompositeNode
 from motet.models.draws import Key, draw_latents, draw_noise, draw_normal, draw_uniform, has_null_condition
-from motet.models.generation import CodeNode, GeneratorNode, QueryNode
+from motet.models.generation import CodeNode, DiffusionNode, GeneratorNode, QueryNode
 from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
 
@@ -53,11 +53,11 @@ def reference_loss(
                 media_attention=node.media_attention,
                 language_model_name=node.name,
                 queries={name: other.queries.weight for name, other in nodes.items() if isinstance(other, QueryNode)},
-                states=states if any(isinstance(other, GeneratorNode | CodeNode) for other in nodes.values()) else None,
+                states=states if any(isinstance(other, GeneratorNode) for other in nodes.values()) else None,
                 router_aux_loss=node.router_aux_loss,
             )
             placeholder_ids = node.placeholder_token_ids
-        elif isinstance(node, GeneratorNode):
+        elif isinstance(node, DiffusionNode):
             loss = plain_generation_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
         elif isinstance(node, CodeNode):
             loss = plain_code_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
@@ -250,7 +250,7 @@ def plain_loss(
 
 
 def plain_generation_loss(
-    node: GeneratorNode, states: Sequence[Tensor], batch: Batch, placeholder_id: int, key: Key
+    node: DiffusionNode, states: Sequence[Tensor], batch: Batch, placeholder_id: int, key: Key
 ) -> Tensor:
     """Mean over images (or over their places) of the mean squared error, with its graph. Images are made one by one.
 
@@ -324,9 +324,7 @@ def plain_code_loss(node: CodeNode, states: Sequence[Tensor], batch: Batch, plac
     return torch.as_tensor(total) / max(count, 1)
 
 
-def _conditions(
-    node: GeneratorNode | CodeNode, states: Tensor, batch: Batch, sample: int, placeholder_id: int
-) -> Tensor:
+def _conditions(node: GeneratorNode, states: Tensor, batch: Batch, sample: int, placeholder_id: int) -> Tensor:
     """The hidden states of a sample that condition what is to be generated in it."""
     here = batch.features(node.reads, sample)["input_ids"] == placeholder_id
     if not node.queries:  # It reads everything up to the placeholder.
