@@ -162,6 +162,7 @@ def test_a_scale_for_all_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch
         (Scenario(llm_pp=2, schedule="zero_bubble_h1"), "cannot be combined with zero_bubble_h1"),
         (Scenario(lora=("language_model",)), r"not supported with adapters \(lora\), which language_model has"),
         (Scenario(llm="mixtral"), "not supported with mixtures of experts, which language_model has"),
+        (Scenario(frozen="all but projectors"), "trained blocks whose width is a multiple of 16, and there is none"),
     ],
 )
 def test_what_is_not_shown_equal_is_refused(scenario: Scenario, message: str) -> None:

@@ -17,7 +17,7 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, compile_blocks, treat_activations
 from motet.parallel.adapters import add_adapters
-from motet.parallel.float8_linears import check_float8, use_float8_linears
+from motet.parallel.float8_linears import ALIGNMENT, check_float8, use_float8_linears
 from motet.parallel.fused_kernels import check_fused_kernels, use_fused_kernels
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
@@ -139,6 +139,16 @@ def check_linears(config: RunConfig, plan: Plan, device: torch.device) -> None:
         }
         for what in (what for what, is_given in refused.items() if is_given):
             raise UserError(f"train.linears: float8 is not supported with {what}, which {name} has; leave one out")
+    widths = {
+        name: described[module.data_module(name)].workload.hidden_size
+        for name, module in plan.modules.items()
+        if module.is_trainable((1, module.num_layers - 1))
+    }
+    if not any(width % ALIGNMENT == 0 for width in widths.values()):
+        raise UserError(
+            f"train.linears: float8 is for trained blocks whose width is a multiple of {ALIGNMENT}, and there is none; "
+            "leave it out"
+        )
     check_float8(device, PARAMETER_DTYPES[config.train.dtype])
 
 
