@@ -83,6 +83,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         read_codec({"model_type": "mimi"}, 33, "codec")
     with pytest.raises(UserError, match=r"codec: has 2 channels; give a codec of one"):
         read_codec({"model_type": "mimi", "audio_channels": 2}, 8, "codec")
+    for key, value in (("upsampling_ratios", None), ("upsampling_ratios", [0, 2]), ("num_quantizers", "9")):
+        with pytest.raises(UserError, match=rf"codec: config\.json: {key}: is .*; give a"):
+            read_codec({"model_type": "mimi", key: value}, 2, "codec")
+    with pytest.raises(UserError, match=r"codec: is a \['mimi'\]"):
+        read_codec({"model_type": ["mimi"]}, 2, "codec")
     config = voice(tmp_path, values={"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 20})
     with pytest.raises(UserError, match=r"a sound has 38 codes, but model.generators.voice makes at most 19"):
         open_samples(config).sample(0)

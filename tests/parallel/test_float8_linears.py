@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distributed import run_distributed
 from interpreted_liger import interpret_liger
 from one_process import check
 from sampling import in_campaigns
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.parallel import float8_linears
-from motet.parallel.float8_linears import check_float8, use_float8_linears
+from motet.parallel.float8_linears import check_float8, num_float8_linears, use_float8_linears
 from motet.parallel.fused_kernels import use_fused_kernels
-from motet.runtime.assembly import check_linears
+from motet.runtime.assembly import build_engine, check_linears
 from motet.runtime.engine import Engine
 
 DEVICE = torch.device(os.environ.get("MOTET_TEST_DEVICE", "cpu"))
@@ -36,7 +37,8 @@ def rounded(values: Tensor, dim: int | None) -> Tensor:
 def test_products_are_those_of_rounded_numbers() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 48)).to(DEVICE, DTYPE)
-    assert use_float8_linears([block], DEVICE) == 1
+    use_float8_linears([block], DEVICE)
+    assert num_float8_linears([block]) == 1
     given = (torch.randn(3, 5, 32) * torch.rand(3, 5, 1).exp()).to(DEVICE, DTYPE).requires_grad_()
     gradient = torch.randn(3, 5, 48).to(DEVICE, DTYPE)
     output = block(given)
@@ -72,7 +74,8 @@ def test_precision(family: str) -> None:
     own = tiny_language_model(family).to(DEVICE, torch.float32)
     model = copy.deepcopy(own).to(DTYPE)
     names = [name for name, _ in model.named_parameters()]
-    assert use_float8_linears(model.model.layers, DEVICE) >= 16
+    use_float8_linears(model.model.layers, DEVICE)
+    assert num_float8_linears(model.model.layers) >= 16
     assert [name for name, _ in model.named_parameters()] == names
     found, expected = loss_and_gradients(model), loss_and_gradients(own)
     assert abs(found[0] - expected[0]) < 0.01 * expected[0]
@@ -95,7 +98,8 @@ def test_what_stays_as_it_is() -> None:
     block = nn.ModuleDict(
         {"wide": nn.Linear(32, 48), "odd": nn.Linear(32, 40), "frozen": nn.Linear(32, 32).requires_grad_(False)}
     )
-    assert use_float8_linears([block], DEVICE) == 1
+    use_float8_linears([block], DEVICE)
+    assert num_float8_linears([block]) == 1
     assert [name for name, module in block.items() if type(module) is nn.Linear] == ["odd", "frozen"]
 
 
@@ -112,7 +116,6 @@ CAMPAIGNS = {
     ),
     "qwen2.5-vl, offloaded": Scenario(vision="qwen2_5_vl", placement="shared", recompute="offload", **FLOAT8),
     "frozen language model": Scenario(frozen="all but encoders", llm_pp=2, placement="colocated", **FLOAT8),
-    "projectors alone": Scenario(frozen="all but projectors", vision="dinov2", placement="shared", **FLOAT8),
     "unequal replicas": Scenario(units=(1, 2, 3), llm_pp=1, items="half", **FLOAT8),
     "context parallelism": Scenario(cp=2, placement="shared", **FLOAT8),
     "ring, packed": Scenario(cp=2, cp_method="ring", placement="shared", packing=True, **FLOAT8),
@@ -162,7 +165,6 @@ def test_a_scale_for_all_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch
         (Scenario(llm_pp=2, schedule="zero_bubble_h1"), "cannot be combined with zero_bubble_h1"),
         (Scenario(lora=("language_model",)), r"not supported with adapters \(lora\), which language_model has"),
         (Scenario(llm="mixtral"), "not supported with mixtures of experts, which language_model has"),
-        (Scenario(frozen="all but projectors"), "trained blocks whose width is a multiple of 16, and there is none"),
     ],
 )
 def test_what_is_not_shown_equal_is_refused(scenario: Scenario, message: str) -> None:
@@ -170,6 +172,19 @@ def test_what_is_not_shown_equal_is_refused(scenario: Scenario, message: str) ->
     config = scenario.config()
     with pytest.raises(UserError, match=message):
         check_linears(config, scenario.plan(config), torch.device("cpu"))
+
+
+def test_a_run_of_which_nothing_would_be_in_float8_is_refused() -> None:
+    scenario = Scenario(frozen="all but projectors", placement="shared", **FLOAT8)
+    config = scenario.config()
+    plan = scenario.plan(config)
+
+    def build(rank: int) -> str:
+        with pytest.raises(UserError) as refused:
+            build_engine(config, plan, DEVICE)
+        return str(refused.value)
+
+    assert "multiples of 16, and there is none" in run_distributed(build, plan.num_ranks)[0]
 
 
 def test_devices_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_ranks_of_a_node_share_the_experts_of_a_mixture() -> None:
 
 
 @pytest.mark.parametrize("example", ["mixture_16_h100", "sharded_8_a100"])
-def test_neither_is_where_ranks_may_be_lost(example: str) -> None:
+def test_nothing_is_shared_where_ranks_may_be_lost(example: str) -> None:
     config = load_run_config(
         ROOT / "examples" / "layout" / f"{example}.yaml", ["train.failures.tolerate=1", "cluster.device=cpu"]
     )

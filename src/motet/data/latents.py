@@ -20,7 +20,7 @@ from torch import Tensor
 from motet.config import AutoencoderConfig
 from motet.data.example import Example
 from motet.data.generated import AUTOENCODER_DEFAULTS, GeneratedLayout, pixels_of
-from motet.errors import UserError
+from motet.errors import UserError, one_line
 from motet.families.diffusion_models import diffusion_class
 from motet.families.hf_config import stored_folder
 from motet.shapes.shape_card import cache_folder
@@ -69,8 +69,8 @@ class _Autoencoder:
                 self._model = diffusion_class("AutoencoderKL").from_pretrained(self._folder, use_safetensors=True)
                 self._model.float().eval()
             except (OSError, ValueError, RuntimeError) as error:
-                text = " ".join(str(error).split())
-                raise UserError(f"{self._name}.autoencoder: {self._folder} cannot be loaded ({text})") from None
+                why = one_line(error)
+                raise UserError(f"{self._name}.autoencoder: {self._folder} cannot be loaded ({why})") from None
         values = {**AUTOENCODER_DEFAULTS, **self._model.config}
         pixels = torch.from_numpy(np.ascontiguousarray(pixels_of(image, values["in_channels"])))
         found = self._model.encode(pixels[None]).latent_dist

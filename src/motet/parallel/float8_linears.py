@@ -49,18 +49,21 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
         raise UserError("train.linears: float8 on a GPU gives results in bfloat16; give train.dtype bfloat16")
 
 
-def use_float8_linears(blocks: Iterable[nn.Module], device: torch.device) -> int:
+def use_float8_linears(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """From now on the trained linear layers of these blocks compute in float8. After everything that looks for linear
-    layers, before compilation and recomputation. `device`: where they will run. Returns the number of layers that were
-    changed."""
+    layers, before compilation and recomputation. `device`: where they will run."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(RECIPE), emulate=device.type == "cpu")
-    found = 0
     for block in blocks:
-        found += sum(map(_fits, block.modules()))
         convert_to_float8_training(block, module_filter_fn=lambda module, path: _fits(module), config=config)
-    return found
+
+
+def num_float8_linears(modules: Iterable[nn.Module]) -> int:
+    """Number of linear layers in these modules that compute in float8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return sum(isinstance(module, Float8Linear) for each in modules for module in each.modules())
 
 
 def _fits(module: nn.Module) -> bool:

@@ -290,7 +290,7 @@ class _Search:
     def _search_variants(self) -> None:
         """Simulates the most promising chains of all variants; of mixtures also with experts that ranks share."""
         self._search_variants_of(self.problem)
-        if may_share_experts(self.problem):
+        if may_share_experts(self.problem) and self.problem.cluster.devices_per_node > 1:
             self._search_variants_of(self.problem.with_options(max_ep=self.problem.cluster.devices_per_node))
 
     def _search_variants_of(self, problem: PlanningProblem) -> None:
@@ -353,7 +353,7 @@ class _Search:
                 self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
             if may_share_experts(problem):
                 # Exchanges within a node are faster, those over all ranks save most memory.
-                for max_ep in sorted({problem.cluster.devices_per_node, problem.num_devices}):
+                for max_ep in sorted({problem.cluster.devices_per_node, problem.num_devices} - {1}):
                     sharing = problem.with_options(max_ep=max_ep)
                     found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
                     self.add(found, "experts shared")

@@ -24,10 +24,11 @@ their costs assume. Kept:
    at least the mean over all ranks. A gather takes the bandwidth of the best placement of its ranks on nodes.
 
 The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the first
-three, plus the fourth. If the
-batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding included.
-Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take different
-numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
+three, plus the fourth.
+
+If the batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding
+included. Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take
+different numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set

@@ -17,7 +17,7 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.activations import HasBlocks, compile_blocks, treat_activations
 from motet.parallel.adapters import add_adapters
-from motet.parallel.float8_linears import ALIGNMENT, check_float8, use_float8_linears
+from motet.parallel.float8_linears import ALIGNMENT, check_float8, num_float8_linears, use_float8_linears
 from motet.parallel.fused_kernels import check_fused_kernels, use_fused_kernels
 from motet.parallel.main_gradients import keep_main_gradients
 from motet.parallel.tensor.diffusion_cuts import diffusion_cuts
@@ -25,6 +25,7 @@ from motet.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor_p
 from motet.plan import LayerRange, ModulePlan, Plan, Stage, queries_of
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.recomputation import BLOCKS, of_module
+from motet.runtime.communication.agreement import gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -139,16 +140,6 @@ def check_linears(config: RunConfig, plan: Plan, device: torch.device) -> None:
         }
         for what in (what for what, is_given in refused.items() if is_given):
             raise UserError(f"train.linears: float8 is not supported with {what}, which {name} has; leave one out")
-    widths = {
-        name: described[module.data_module(name)].workload.hidden_size
-        for name, module in plan.modules.items()
-        if module.is_trainable((1, module.num_layers - 1))
-    }
-    if not any(width % ALIGNMENT == 0 for width in widths.values()):
-        raise UserError(
-            f"train.linears: float8 is for trained blocks whose width is a multiple of {ALIGNMENT}, and there is none; "
-            "leave it out"
-        )
     check_float8(device, PARAMETER_DTYPES[config.train.dtype])
 
 
@@ -256,7 +247,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
     """Collective. `num_spare_ranks`: processes, after those of the plan, that have no part in it.
 
     Batches are cut and actions ordered by the run file's costs, as where the plan is evaluated."""
-    return Engine(
+    engine = Engine(
         plan,
         stage_maker(config, plan, device),
         device=device,
@@ -268,6 +259,12 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
         keeps_unreached=not config.train.update_unreached,
         router_bias_update_rate=router_bias_update_rate(config),
     )
+    if config.train.linears == "float8" and not any(gather_values(int, num_float8_linears(engine.model.modules()))):
+        raise UserError(
+            "train.linears: float8 is for trained linear layers of blocks whose widths are multiples of "
+            f"{ALIGNMENT}, and there is none; leave it out"
+        )
+    return engine
 
 
 def part_learning_rates(config: RunConfig) -> dict[str, float]:

@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from motet.cluster import available_cores
 from motet.devices import barrier
+from motet.environment import is_first_process
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 
@@ -101,7 +102,7 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     if started_by_torchrun():
         with _process_group(device, timeout_s):
             result = worker(*args)
-        return result if int(os.environ["RANK"]) == 0 else None
+        return result if is_first_process() else None
     ranks, size = range(num_processes), str(num_processes)
     with tempfile.TemporaryDirectory(prefix="motet-") as name, _signal_handlers_restored():
         folder = Path(name)

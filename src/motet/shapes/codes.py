@@ -62,9 +62,16 @@ class Codec:
 def read_codec(stored: Mapping[str, Any], num_codebooks: int, where: str) -> Codec:
     """`stored`: what stands in the codec's config.json. Raises `UserError` naming the key that is wrong."""
     model_type = stored.get("model_type")
-    if model_type not in CODEC_CLASSES:
+    if not isinstance(model_type, str) or model_type not in CODEC_CLASSES:
         raise UserError(f"{where}: is a {model_type!r}; give a codec of transformers, {' or '.join(CODEC_CLASSES)}")
-    values = {**(MIMI_DEFAULTS if model_type == "mimi" else DAC_DEFAULTS), **stored}
+    defaults = MIMI_DEFAULTS if model_type == "mimi" else DAC_DEFAULTS
+    values = {**defaults, **stored}
+    for key, default in defaults.items():
+        several, value = isinstance(default, tuple), values[key]
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if several != isinstance(value, list | tuple) or not all(type(n) is int and n >= 1 for n in numbers):
+            form = "a list of whole numbers" if several else "a whole number"
+            raise UserError(f"{where}: config.json: {key}: is {value!r}; give {form} from 1")
     if model_type == "mimi":
         hop, most = prod(values["upsampling_ratios"]), values["num_quantizers"]
         frame_rate = values.get("frame_rate") or values.get("_frame_rate")

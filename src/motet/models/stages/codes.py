@@ -10,7 +10,7 @@ Limits: one stage; no tensor parallelism.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from motet.devices import to_device
 from motet.errors import UserError
 from motet.models.draws import Key, has_null_condition
 from motet.models.stages.generator import Connector
-from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.plan import LayerRange
 from motet.shapes.codes import EDGE
 from motet.shapes.module_shape import ModuleWorkload
@@ -46,7 +46,7 @@ class _Sound(NamedTuple):
     """[codes], without the token at their edges."""
 
 
-class CodeStage(nn.Module):
+class CodeStage(StageBase):
     """All layers of a generator of codes.
 
     Args:
@@ -89,15 +89,6 @@ class CodeStage(nn.Module):
         model: Any = self.module
         return dict(enumerate(model.transformer.h))
 
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module, self.projector)
-        return self
-
-    def canonical_name(self, local_name: str) -> str:
-        """`module.<path in the decoder>` or `projector.<path in the connector>`."""
-        return local_name
-
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         where, _, path = local_name.partition(".")
         if where == "projector":
@@ -105,9 +96,6 @@ class CodeStage(nn.Module):
         if path.startswith("transformer.h."):
             return (2 + int(path.split(".")[2]),)
         return (1,) if path.startswith(("transformer.wte.", "transformer.wpe.")) else (self._num_layers - 1,)
-
-    def after_update(self) -> None:
-        """No parameter has a limit."""
 
     def incoming_size(self, source: str) -> int:
         return self._incoming_size

@@ -5,6 +5,8 @@ Whether there is enough memory for the node's ranks is a check of its own (`mote
 
 import torch
 
+from motet.errors import one_line
+
 SIDE = 256
 PROBE_BYTES = 64 * 2**20
 """Memory that is written and read back."""
@@ -21,5 +23,5 @@ def why_unfit(device: torch.device) -> str | None:
         if int(memory.sum()) != PROBE_BYTES // 8:
             return f"{device} does not give back what was written into its memory"
     except (RuntimeError, MemoryError, AssertionError) as error:  # Without CUDA, torch asserts.
-        return f"{device} fails: {' '.join(str(error).split())[:200]}"
+        return f"{device} fails: {one_line(error)[:200]}"
     return None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from motet.errors import one_line
 from motet.resilience.health.neighbours import MAX_MESSAGE_BYTES, TRIAL_S
 from motet.resilience.meeting_place import open_meeting_place
 from motet.resilience.process_control import PR_SET_PDEATHSIG
@@ -78,7 +79,7 @@ def _run(request: dict[str, Any], pipe: Connection, parent: int) -> None:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
         tell(failure=sum_of_two(0 if request["do"] == "open" else 1, store))
     except Exception as error:
-        tell(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        tell(failure=f"{type(error).__name__}: {one_line(error)[:200]}")
     if request["do"] == "open":
         signal.pause()  # The other one may still read; the agent ends this process.
     os._exit(0)
