@@ -104,3 +104,20 @@ def test_ranks_exchange_tensors_of_the_accelerator():
         assert [part.tolist() for part in parts] == [[3.0, 3.0], [4.0, 4.0]]
 
     on_accelerator(work, 2)
+
+
+def test_what_a_hook_raises_comes_out_of_the_backward_pass():
+    def work(rank: int, device: torch.device) -> None:
+        def refuse(_: torch.Tensor) -> None:
+            raise ValueError("no")
+
+        there = torch.ones(3, device=device, requires_grad=True)
+        there.register_post_accumulate_grad_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            there.sum().backward()
+        doubled = there * 2
+        doubled.register_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            torch.autograd.grad(doubled.sum(), there)
+
+    on_accelerator(work)

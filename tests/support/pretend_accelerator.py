@@ -45,6 +45,8 @@ _pending: deque[tuple[int, Tensor, Tensor]] = deque()
 """Copies to pinned memory that have not happened: (number, where to, what)."""
 _lock = threading.Lock()
 _num_issued = 0
+_hook_errors: list[BaseException] = []
+"""What hooks raised in the backward pass that runs."""
 
 
 class PretendTensor(torch.Tensor):
@@ -86,7 +88,40 @@ class PretendTensor(torch.Tensor):
                 return args[0].cpu().tolist()
             if func in (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr):
                 raise TypeError(f"{func.__name__}: a tensor on gpu:0 has no memory on the host; copy it first")
+            if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+                return func(args[0], _keeping_errors(args[1]))
+            if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+                return _raising_kept(func)(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
+
+
+def _keeping_errors(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What a hook raises comes out when the backward pass has ended. While it came through the engine, the engine would
+    call this device's module, whose functions are Python, and end the process."""
+
+    def called(*args: Any) -> Any:
+        try:
+            return hook(*args)
+        except BaseException as error:
+            _hook_errors.append(error)
+
+    return called
+
+
+def _raising_kept(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _hook_errors.clear()
+        done = backward(*args, **kwargs)
+        if _hook_errors:
+            error = _hook_errors[0]
+            _hook_errors.clear()
+            try:
+                raise error
+            finally:
+                del error  # Its frames hold this one.
+        return done
+
+    return called
 
 
 def _replace(tensor: Tensor, other: Tensor) -> None:
