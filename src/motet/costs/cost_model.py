@@ -24,6 +24,7 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.families.encoders.token_counts import has_token_counts, token_counts
+from motet.named_files import read_text
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -359,7 +360,7 @@ class CostTable:
     def load(path: str | Path) -> "CostTable":
         """Reads a table. Raises `UserError` if the file cannot be read or is not a cost table."""
         try:
-            return CostTable.from_json(Path(path).read_text())
+            return CostTable.from_json(read_text(path))
         except OSError as error:
             raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -43,7 +43,8 @@ def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any]
         near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
         # `decoder_layers` is none of `encoder_layers`.
         is_misspelt = key not in known and bool(near) and near[0][0] == key[0]
-        if is_misspelt or not (key in known or key in OF_ALL_CONFIGS or _is_read(config_class, key)):
+        is_name = key.isidentifier()
+        if is_misspelt or not is_name or not (key in known or key in OF_ALL_CONFIGS or _is_read(config_class, key)):
             near = near or difflib.get_close_matches(key, known, n=1)
             told = f"did you mean {near[0]!r}?" if near else f"{config_class.__name__} has none such; leave it out"
             raise UserError(f"{place}: is not a known key; {told}")
@@ -136,7 +137,9 @@ def _check_rope(value: Any, place: str) -> None:
             kinds = ["default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"), "mrope"]
             if inner not in kinds:
                 raise UserError(f"{place}.{key}: is {inner!r}; give one of {', '.join(kinds)}")
-        elif key in ("rope_theta", "factor") and not (_is_number(inner) and 0 < inner < math.inf):
+        elif key in ("rope_theta", "factor", "original_max_position_embeddings") and not (
+            _is_number(inner) and 0 < inner < math.inf
+        ):
             raise UserError(f"{place}.{key}: is {inner!r}; give a number above 0")
 
 

@@ -105,7 +105,7 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
         message = str(error)
         where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
         raise UserError(f"{where}{message}") from None
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+    except (*UNBUILDABLE, StrictDataclassError) as error:
         raise UserError(f"{'.values' if values else ''}: {one_line(error)}") from None
     family = config.model_type
     is_known = any(family in MODEL_CLASSES[kind] for kind in ("encoder", "language_model"))
