@@ -124,6 +124,17 @@ def test_ranks_of_a_plan(rank: int) -> None:
     assert len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize("number", [10**6 + 1, 10**30])
+@pytest.mark.parametrize("key", ["num_microbatches", "replica_microbatches"])
+def test_microbatches_of_a_plan(key: str, number: int) -> None:
+    """A schedule of so many would not end."""
+    plan = json.loads(plan_of(run_config(Path())).to_json())
+    num_replicas = len(plan["modules"]["language_model"]["replicas"])
+    plan[key] = number if key == "num_microbatches" else [number] * num_replicas
+    with pytest.raises(ValueError, match=f"{key}: is {number}; give at most 1000000"):
+        Plan.from_json(json.dumps(plan))
+
+
 @examples(200)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda drawn: drawn.decode("latin-1")))
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
