@@ -30,6 +30,8 @@ PLACEHOLDERS: dict[Modality, str] = {
     TO_GENERATE_AUDIO: "<generate_audio>",
 }
 """Markers of the positions of media in the text of a conversation."""
+_MODALITY_OF = {placeholder: modality for modality, placeholder in PLACEHOLDERS.items()}
+_ANY_PLACEHOLDER = re.compile("|".join(map(re.escape, _MODALITY_OF)))
 
 
 class Media(Protocol):
@@ -102,8 +104,7 @@ def in_example(example: Example) -> Iterator[None]:
 
 def placeholders_in(text: str) -> list[Modality]:
     """The modalities of the placeholders in a text, in their order."""
-    modality_of = {placeholder: modality for modality, placeholder in PLACEHOLDERS.items()}
-    return [modality_of[found] for found in re.findall("|".join(map(re.escape, modality_of)), text)]
+    return [_MODALITY_OF[found] for found in _ANY_PLACEHOLDER.findall(text)]
 
 
 class ExampleSource(Protocol):
