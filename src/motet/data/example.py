@@ -30,8 +30,6 @@ PLACEHOLDERS: dict[Modality, str] = {
     TO_GENERATE_AUDIO: "<generate_audio>",
 }
 """Markers of the positions of media in the text of a conversation."""
-_MODALITY_OF = {placeholder: modality for modality, placeholder in PLACEHOLDERS.items()}
-_ANY_PLACEHOLDER = re.compile("|".join(map(re.escape, _MODALITY_OF)))
 
 
 class Media(Protocol):
@@ -104,7 +102,8 @@ def in_example(example: Example) -> Iterator[None]:
 
 def placeholders_in(text: str) -> list[Modality]:
     """The modalities of the placeholders in a text, in their order."""
-    return [_MODALITY_OF[found] for found in _ANY_PLACEHOLDER.findall(text)]
+    modality_of = {placeholder: modality for modality, placeholder in PLACEHOLDERS.items()}
+    return [modality_of[found] for found in re.findall("|".join(map(re.escape, modality_of)), text)]
 
 
 class ExampleSource(Protocol):
