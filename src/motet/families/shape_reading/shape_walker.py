@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -569,6 +569,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         request = ShapeRequest(**json.loads(line))
         try:
-            print(json.dumps({"card": walk(request).to_json()}))
+            print(json.dumps({"card": json.dumps(asdict(walk(request)))}))
         except UserError as error:
             print(json.dumps({"error": str(error)}))
