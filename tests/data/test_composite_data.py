@@ -100,7 +100,7 @@ def test_layouts_are_made_again_where_they_may_differ(changed, tmp_path, monkeyp
         data = tmp_path / "data.jsonl"
         data.write_text(data.read_text().replace("the number", "a number"))
     else:
-        config.model.composite.values["image_seq_length"] = 12
+        config.model.values["vision_feature_select_strategy"] = "default"
 
     monkeypatch.setattr(run_file, "_composite_layouts", Mock(side_effect=UserError("made again")))
     with pytest.raises(UserError, match="made again"):
