@@ -121,6 +121,7 @@ def write_run(folder: Path) -> None:
             "planner": "explicit",
             "num_microbatches": 16,
             "explicit": {"vision": {"dp": 8}, "language_model": {"tp": 2, "pp": 2, "dp": 8}},
+            "zero1": True,
         },
         **same,
         "cluster": {**CLUSTER, "num_devices": 40, "num_nodes": 5},
