@@ -37,7 +37,7 @@ def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any]
 
     `where`: what stands before the key in the run file."""
     usual = {name: each.default for name, each in inspect.signature(config_class.__init__).parameters.items()}
-    known = {*usual, *config_class.attribute_map} - {"self"}
+    known = {*usual, *config_class.attribute_map, *config_class.attribute_map.values()} - {"self"}
     for key, value in values.items():
         place = f"{where}.{key}"
         near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
@@ -72,6 +72,10 @@ def _part_class(config_class: type[PretrainedConfig], key: str, value: Any) -> t
 
 
 def _check_value(key: str, value: Any, default: Any, place: str) -> None:
+    if isinstance(value, list) and value and POSITIVE.search(key):  # One for each layer.
+        for index, each in enumerate(value):
+            _check_value(key, each, default, f"{place}.{index}")
+        return
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise UserError(f"{place}: is {value}; give a finite number")
