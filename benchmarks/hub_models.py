@@ -144,11 +144,11 @@ def _write_model(hub: Path, name: str, config: Mapping[str, Any]) -> Path:
 
 def _write_processor(folder: Path) -> None:
     """The processor, with a tokenizer of as many tokens as Qwen's."""
-    import motet  # noqa: F401 (before transformers: it makes torchvision's wheels importable without CUDA)
-
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    import motet  # noqa: F401 (before transformers: it makes torchvision's wheels importable without CUDA)
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(first, second) for first in letters for second in letters]

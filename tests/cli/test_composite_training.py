@@ -50,7 +50,13 @@ def voxtral_parts(question, record, folder):
 
 def train_and_ask(name, folder, steps):
     """The losses, and how many of the answers to 16 samples that were learned the exported model gives."""
-    train_keys = {"steps": steps, "dtype": "float32", "learning_rate": 1e-2, "checkpoint_every": steps, "global_batch_size": 16}
+    train_keys = {
+        "steps": steps,
+        "dtype": "float32",
+        "learning_rate": 1e-2,
+        "checkpoint_every": steps,
+        "global_batch_size": 16,
+    }
     values = composite_run(folder, name, pp=2, num_samples=16, output=str(folder / "out"), **train_keys)
     result = train(RunConfig.model_validate_json(json.dumps(values)))
     before, after = (AutoModelForMultimodalLM.from_pretrained(path) for path in (folder / "model", result["export"]))

@@ -85,7 +85,6 @@ class ShapeCard:
         )
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class CompositeCard:
     """The parts of a model of several modalities."""
