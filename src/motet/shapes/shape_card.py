@@ -20,14 +20,14 @@ from motet.shapes.module_shape import Arrangement, LayerShape, ModuleWorkload
 from motet.strict_parsing import parse_strictly
 from motet.user_cache import cache_folder, digest_of_files, write_cached
 
-Role = Literal["language_model", "encoder", "tower", "decoder", "composite"]
+Role = Literal["language_model", "encoder", "tower", "decoder"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
     """A request for the shape of a module."""
 
-    role: Role | None
+    role: Role | Literal["composite"] | None
     """Role of the module; None: a language model or an encoder, by its family. `composite`: a model of several
     modalities, whose answer is a `CompositeCard`."""
     config: str | None = None
