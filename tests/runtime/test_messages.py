@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.runtime.communication import messages
 from motet.runtime.communication.deadline import Deadline
-from motet.runtime.communication.messages import Carried, Mailbox
+from motet.runtime.communication.messages import Carried, Mailbox, addresses_of
 from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
@@ -26,7 +26,7 @@ def mailbox(
 ) -> Mailbox:
     deadline = Deadline(timedelta(seconds=10))
     deadline.start()
-    return Mailbox(rank, tags or {}, uses or {}, deadline, LINKS)
+    return Mailbox(addresses_of(rank, tags or {}, LINKS), uses or {}, deadline)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:

@@ -90,9 +90,9 @@ class Executor:
                 by_block = stage in program.gathered_by_block
                 runner.begin_iteration(routes, batch, loss_tokens, seed, next_draw_key=next_seed, by_block=by_block)
             if program not in self._bound:
-                self._bound[program] = bind(program, routes, self.runners, self._overlapping)
+                self._bound[program] = bind(program, routes, self.runners, self._overlapping, self.mesh.links)
         bound = self._bound[program]
-        self._mailbox = Mailbox(program.rank, program.tags, bound.uses, self.deadline, self.mesh.links)
+        self._mailbox = Mailbox(bound.addresses, bound.uses, self.deadline)
         with self._naming_errors():
             for step in bound.steps:
                 if isinstance(step, BoundMessage):
@@ -138,7 +138,7 @@ class Executor:
         start = self.recorder.mark()
         runner.forward(cell, inputs, is_split=bound.is_split)
         self._put_output(bound)
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
 
     def _put_output(self, bound: BoundCompute) -> None:
         cell = bound.action.cell
@@ -161,7 +161,7 @@ class Executor:
         returned = runner.backward(cell, gradients)
         for reducer in bound.reducers:
             reducer.disarm()
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
         for route, gradient in returned.items():
             value = bound.returns.get(route.source)
             if value is not None:
@@ -176,7 +176,7 @@ class Executor:
         for parameter in runner.backward_weight(action.cell):
             for reducer in bound.reducers:
                 reducer.accumulated(parameter)
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
 
     def _take(self, read: BoundRead, route: Route, runner: StageRunner) -> torch.Tensor:
         """Receives what a route, or its gradient route, brings to this rank."""
@@ -214,6 +214,9 @@ class Executor:
 
     def _exchange(self, bound: BoundMessage) -> None:
         message, runner = bound.message, bound.runner
+        if bound.is_sent and bound.is_plain:
+            self._mailbox.send(message, self._mailbox.use(bound.value), answered=bound.is_answered)
+            return
         route = self._routes.outgoing[message.source][bound.route]
         piece = None
         if not bound.is_whole:
