@@ -41,6 +41,9 @@ class BoundMessage(NamedTuple):
     is_answered: bool
     """Whether a gradient will come back for what is sent."""
 
+    def __str__(self) -> str:
+        return str(self.message)
+
 
 class BoundRead(NamedTuple):
     """A value that an action reads."""
@@ -78,6 +81,9 @@ class BoundCompute(NamedTuple):
     rank needs it."""
     seed_text: bytes
     """The cell as text, from which its seed is derived; of the next batch's cells, as its own iteration names them."""
+
+    def __str__(self) -> str:
+        return str(self.action)
 
 
 BoundStep = BoundMessage | BoundCompute | Reduce

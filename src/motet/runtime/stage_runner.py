@@ -98,8 +98,10 @@ class StageRunner:
         """Outputs of the next batch's cells, by the names that they have in the next iteration."""
         self._kept_before: dict[Cell, Tensor] = {}
         """Outputs that the iteration before has kept for this one."""
+        self._losses: list[Tensor] = []
+        """Of the microbatches so far, unweighted."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        """Sum of the stage's losses in the iteration so far, unweighted."""
+        """Sum of the stage's losses in the last iteration, unweighted."""
 
     def begin_iteration(
         self,
@@ -126,12 +128,15 @@ class StageRunner:
         self._half_done.clear()
         self._shapes.clear()
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
-        self.loss_sum.zero_()
+        self._losses.clear()
         if self._sharded is not None:
             self._sharded.begin_step(by_block=by_block)
 
     def end_iteration(self) -> None:
         """Collective where replicas share parameters."""
+        self.loss_sum = (
+            torch.stack(self._losses).sum(dtype=torch.float64) if self._losses else torch.zeros_like(self.loss_sum)
+        )
         if not self._routes.forward_only:
             self._kept_before.clear()
         if self._sharded is not None:
@@ -243,7 +248,7 @@ class StageRunner:
                 output = self.module(stage_input)
         if self._loss_weight:
             assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
-            self.loss_sum += output.loss.detach()
+            self._losses.append(output.loss.detach())
         if keeps_graph or self._hands_on(cell):
             self._saved[cell] = Saved(leaves, output, split)
 

@@ -7,7 +7,7 @@ What a language model (`motet.models.stages.language_model`) and a caption decod
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -281,13 +281,15 @@ class CausalStage(StageBase):
         assert len(states) == 1, "the head ran more than once"
         return states[0], logits.flatten(0, 1)
 
-    @contextmanager
-    def observed(self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None) -> Iterator[None]:
+    def observed(
+        self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None
+    ) -> AbstractContextManager[None]:
         """Around a forward. `held`: on the host, positions in the packed sequence of this rank's rows, -1 for rows that
         hold nothing; None: all of them."""
-        if not self.observers:
-            yield
-            return
+        return self._observed(samples, sequences, held) if self.observers else nullcontext()
+
+    @contextmanager
+    def _observed(self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None) -> Iterator[None]:
         with ExitStack() as recording:
             for observer in self.observers:
                 recording.enter_context(observer.recording())
@@ -309,7 +311,7 @@ def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayou
     """[rows, columns], 0 where nothing stands."""
     ids = [f["input_ids"] for f in features]
     assert tuple(map(len, ids)) == sequences.lengths, (tuple(map(len, ids)), sequences.lengths)
-    return torch.cat(ids)[None] if sequences.packed else pad_sequence(ids, batch_first=True)
+    return torch.cat(ids).view(sequences.shape) if sequences.is_full else pad_sequence(ids, batch_first=True)
 
 
 def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -146,13 +146,13 @@ class BlockStandIn(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handover: Handover = self.__dict__["handover"]
-        found = arguments(args, kwargs)
-        hidden = found[hidden_key(found)]
-        if self.block >= handover.own.stop:
+        if self.block < handover.own.start:
+            hidden, handover.is_passed_on = handover.received, True
+        else:
+            found = arguments(args, kwargs)
+            hidden = found[hidden_key(found)]
             handover.read(self.block, found)
             handover.leave_if_complete(hidden)
-        else:
-            hidden, handover.is_passed_on = handover.received, True
         num_returned = handover.forms.num_returned.get(self.block, 0)
         return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
 
