@@ -246,7 +246,7 @@ def _class_with_place(block_class: Any) -> type[nn.Module]:
         return output
 
     names = {"__call__": call, "__module__": block_class.__module__}
-    made = type(block_class.__name__, (block_class,), names)
+    made: Any = type(block_class.__name__, (block_class,), names)
     if "forward" in vars(made):  # transformers wraps that of every new class, as it has the one of `block_class`.
         del made.forward
     return made
