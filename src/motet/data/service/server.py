@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -127,11 +128,12 @@ class DataServer(flight.FlightServerBase):
         """Serves until SIGINT or SIGTERM. Returns a report of the work done.
 
         `announce`: called as soon as signals are handled."""
-        told_to_end = threading.Event()
+        # An event's lock may be held by the very thread that a signal interrupts; a simple queue's `put` is reentrant.
+        told_to_end: SimpleQueue[int] = SimpleQueue()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: told_to_end.set())
+            signal.signal(number, lambda number, _: told_to_end.put(number))
         announce()
-        told_to_end.wait()  # Flight's own `wait` does not return on signals.
+        told_to_end.get()  # Flight's own `wait` does not return on signals.
         self.shutdown()
         self.workers.close()
         return self.report()
