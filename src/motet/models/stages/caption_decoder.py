@@ -50,14 +50,12 @@ class CaptionDecoderStage(CausalStage):
         mask = sequences.attention_mask()
         rows, labels = (None, None)
         if self.is_last:
-            rows, labels = (
-                to_device(own, self.device) for own in labelled(labels_of(features), sequences.places_of_tokens())
-            )
+            rows, labels = (to_device(own, self.device) for own in labelled(labels_of(features), sequences.places()))
         states, logits = self.run_layers(
             ids,
             hidden,
             rows=rows,
-            lengths=sequences.length_of_token() if self.reads_lengths else None,
+            lengths=sequences.length_of_token(),
             options={
                 "attention_mask": None if mask is None else to_device(mask, self.device),
                 "position_ids": to_device(sequences.position_ids(), self.device),
