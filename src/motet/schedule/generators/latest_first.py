@@ -6,6 +6,8 @@ first. In this second schedule every action is as late as those after it allow, 
 List scheduling by these starts is often shorter than the first schedule (forward-backward improvement: Li and Willis
 1992, "An iterative scheduling technique for resource-constrained project scheduling").
 
+Actions that fill idle times stay where they are: weight halves, for which nothing waits.
+
 Limits: memory does not count on the way back.
 """
 
@@ -21,9 +23,11 @@ def by_latest_start(clock: ListClock, ends_s: list[float]) -> Ints:
     """The clock's actions by their start when all are as late as possible, the first first. `ends_s`: the end of each
     action in the schedule that is to be improved."""
     tables, num_cells = clock.tables, clock.num_cells
+    fill = [action for action in tables.present if clock.fills(action)]
+    shifted = [action for action in tables.present if not clock.fills(action)]
     writer = {value: action for action in tables.present for value in tables.writes[action]}
-    before = {action: [writer[value] for value in tables.reads[action]] for action in tables.present}
-    num_after = dict.fromkeys(tables.present, 0)
+    before = {action: [writer[value] for value in tables.reads[action]] for action in shifted}
+    num_after = dict.fromkeys(shifted, 0)
     for earlier in before.values():
         for action in earlier:
             num_after[action] += 1
@@ -60,5 +64,6 @@ def by_latest_start(clock: ListClock, ends_s: list[float]) -> Ints:
                     stage = clock.cell_stage[earlier_action % num_cells]
                     heapq.heappush(ready[stage], (-ends_s[earlier_action], earlier_action))
                     idle.update(clock.units[stage])
+    begun_s[fill] = np.array(ends_s)[fill]  # After all others.
     # Equal starts in the order of the program.
     return clock.actions[np.argsort(begun_s[clock.actions], kind="stable")]

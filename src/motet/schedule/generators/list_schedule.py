@@ -295,11 +295,15 @@ class ListClock:
     def _queues(self, action: int) -> list[list[int]]:
         if action < self.num_cells:
             return self.ready_forwards
-        if action >= self.first_weight or (
+        return self.ready_weights if self.fills(action) else self.ready_backwards
+
+    def fills(self, action: int) -> bool:
+        """Whether an action runs where nothing else can, as nothing waits for it."""
+        if action < self.num_cells:
+            return False
+        return action >= self.first_weight or (
             action < self.first_input and self.is_deferred[action - self.first_backward]
-        ):
-            return self.ready_weights
-        return self.ready_backwards
+        )
 
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
