@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
+from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import Chunk, Layout, cut_chain, layout_plan
 from motet.planner.layouts.layout_costs import LayoutCosts
-from motet.planner.evaluate import evaluate
 from motet.planner.layouts.refined import layout_of, refinements, with_split_encoders
 from motet.planner.registry import make_plan
 

@@ -419,8 +419,10 @@ class _Search:
             if layout is None:
                 continue
             self._move_layers(each, layout)
+            if number > 0 or each.num_actions > MAX_FOLLOWED_ACTIONS or not self.problem.may_share_nodes:
+                continue
             split = with_split_encoders(each.problem, layout)
-            if number == 0 and split is not None and each.num_actions <= MAX_FOLLOWED_ACTIONS:
+            if split is not None:
                 with suppress(UserError):
                     found = evaluate(each.problem, layout_plan(each.problem, split, schedule=each.plan.schedule))
                     self.add([found, *_under(found, self._promising(found))], "encoders in turns")

@@ -16,8 +16,10 @@ their costs assume. Kept:
 1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
    action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
    add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
-   Ranks beyond those that all microbatches together can occupy, each in one layer at a time, wait until a first
-   backward can begin; and at the end, once no forward can begin any more, they have nothing but weight gradients.
+   The same holds for any of the layers by themselves: other work only delays theirs. It tells more where early layers
+   have less work than the others' wait. Ranks beyond those that all microbatches together can occupy, each in one layer
+   at a time, wait until a first backward can begin; and at the end, once no forward can begin any more, they have
+   nothing but weight gradients. At each time only modules count that can have begun, or that others do not yet follow.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
 4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
@@ -46,7 +48,6 @@ from motet.costs.memory import usable_bytes
 from motet.planner.layouts.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
 from motet.planner.problem import PlanningProblem
 from motet.ragged_arrays import Bools, Floats, Ints
-
 
 NUM_SPREAD = 6
 """Layers, evenly spread, at whose heads and tails the bound from some layers' work begins and ends."""
