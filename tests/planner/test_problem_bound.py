@@ -181,7 +181,7 @@ def test_no_drawn_plan_whose_stages_differ_in_tensor_parallelism_is_faster():
     assert max(ratios) > 0.3
 
 
-@pytest.mark.parametrize("num_draws", [6, *in_campaigns([60])])
+@pytest.mark.parametrize("num_draws", [30, *in_campaigns([120])])
 def test_no_drawn_plan_whose_encoder_takes_turns_is_faster(num_draws):
     """Several encoders for one language model, which waits for the first of them; messages cost nothing."""
     num_tried = 0
@@ -200,7 +200,8 @@ def test_no_drawn_plan_whose_encoder_takes_turns_is_faster(num_draws):
                 evaluation = evaluate(problem, layout_plan(problem, layout, schedule=schedule))
                 assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout} {schedule}"
                 num_tried += 1
-    assert num_tried >= num_draws
+    # Most layouts that are drawn have groups of one rank.
+    assert num_tried >= num_draws / 2
 
 
 def test_what_begins_late_bounds_the_iteration_by_itself(monkeypatch):
