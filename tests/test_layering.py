@@ -11,6 +11,7 @@ ROOMS = (
     "errors",
     "ragged_arrays",
     "addresses",
+    "named_files",
     "environment",
     "user_cache",
     "optional_packages",

@@ -17,6 +17,7 @@ from sampling import examples
 from training import plan_of, run_config
 from wrong_inputs import CORPUS, RIGHT, RIGHT_VALUES, WrongInput, write_right_files
 
+from motet.api import read_problem
 from motet.cli.main import main
 from motet.config import load_run_config
 from motet.errors import UserError
@@ -122,6 +123,30 @@ def test_ranks_of_a_plan(rank: int) -> None:
     with pytest.raises(ValueError, match="rank") as refused:
         Plan.from_json(json.dumps(plan))
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("number", [10**6 + 1, 10**30])
+@pytest.mark.parametrize("key", ["num_microbatches", "replica_microbatches"])
+def test_microbatches_of_a_plan(key: str, number: int) -> None:
+    """A schedule of so many would not end."""
+    plan = json.loads(plan_of(run_config(Path())).to_json())
+    num_replicas = len(plan["modules"]["language_model"]["replicas"])
+    plan[key] = number if key == "num_microbatches" else [number] * num_replicas
+    with pytest.raises(ValueError, match=f"{key}: is {number}; give at most 1000000"):
+        Plan.from_json(json.dumps(plan))
+
+
+def test_costs_of_a_model_of_other_layers(
+    tmp_path: Path, right_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were measured before the model was changed."""
+    monkeypatch.chdir(right_files)
+    table = json.loads(read_problem(load_run_config("run.yaml")).table.to_json())
+    table["modules"]["vision"]["1"]["layers"].pop()
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    capsys.readouterr()
+    assert main(["plan", "run.yaml", "--set", f"cluster.costs={tmp_path / 'costs.json'}"]) == 2
+    assert "costs: vision has 4 layers in the table, but 5 in the model" in capsys.readouterr().err
 
 
 @examples(200)

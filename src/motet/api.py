@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from motet.config import RunConfig, chosen_run, load_run_config, phases_of
 from motet.environment import is_first_process, set_environment
 from motet.errors import UserError
+from motet.named_files import read_text
 from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
 
@@ -377,7 +378,7 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
     path = "" if isinstance(plan, Plan) else f" {plan}"
     if not isinstance(plan, Plan):
         try:
-            plan = Plan.from_json(Path(plan).read_text())
+            plan = Plan.from_json(read_text(plan))
         except OSError as error:
             raise UserError(f"--plan{path}: cannot be read ({error.strerror}); motet plan --out writes one") from None
         except UnicodeDecodeError:

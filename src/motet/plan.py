@@ -19,6 +19,8 @@ LayerRange = tuple[int, int]
 
 VERSION = 1
 """Version of the plan file format."""
+MAX_MICROBATCHES = 1_000_000
+"""Most microbatches of a replica, far more than any batch is cut into: a schedule has actions for each."""
 
 POST_BALANCED = "post_balanced"
 """The assignment under which each replica of a module may exchange with each replica of another one."""
@@ -264,11 +266,12 @@ def check_plan(plan: Plan) -> None:
     """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
     _require(plan.version == VERSION, f"version: is {plan.version}; this motet reads {VERSION}, so make the plan anew")
     _require(bool(plan.modules), "modules: is empty; give at least one module")
-    _require(plan.num_microbatches >= 1, f"num_microbatches: is {plan.num_microbatches}; give at least 1")
+    _check_microbatches(plan.num_microbatches, "num_microbatches")
     _require(
         all(count >= 1 for count in plan.replica_microbatches),
         f"replica_microbatches: is {list(plan.replica_microbatches)}; give at least 1 each",
     )
+    _check_microbatches(max(plan.replica_microbatches, default=1), "replica_microbatches")
     limit = plan.max_packed_tokens
     _require(limit is None or limit >= 1, f"max_packed_tokens: is {limit}; give at least 1, or null")
     for name, module in plan.modules.items():
@@ -300,11 +303,16 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(f"plan: {message}")
 
 
+def _check_microbatches(number: int, where: str) -> None:
+    _require(number >= 1, f"{where}: is {number}; give at least 1")
+    _require(number <= MAX_MICROBATCHES, f"{where}: is {number}; give at most {MAX_MICROBATCHES}")
+
+
 def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
     where = f"modules.{name}"
     _require(bool(module.replicas), f"{where}.replicas: is empty; give at least one replica")
-    own = module.num_microbatches
-    _require(own is None or own >= 1, f"{where}.num_microbatches: is {own}; give at least 1")
+    if module.num_microbatches is not None:
+        _check_microbatches(module.num_microbatches, f"{where}.num_microbatches")
     counts = plan.replica_microbatches
     _require(
         not counts or len(counts) == len(module.replicas),

@@ -99,6 +99,13 @@ class _Loader(yaml.SafeLoader):
             told = f"{str(node.value)[:40]!r} is no {tag} ({type(error).__name__})"
             raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)  # type: ignore[no-untyped-call, unused-ignore]
+        if isinstance(value, str) and (unfit := re.search(r"[\0\ud800-\udfff]", value)):
+            told = f"a text holds U+{ord(unfit[0]):04X}, which no path and no file of text may hold"
+            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark)
+        return value
+
 
 def _num_nodes(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
     """Returns the number of values below a node. Raises `ConstructorError` beyond the limits, and for a value that

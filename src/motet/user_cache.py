@@ -1,7 +1,10 @@
 """The user's cache folder: files that motet can make again, such as shape cards and results of probes."""
 
+import hashlib
 import os
 import tempfile
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 CACHE = "MOTET_CACHE"
@@ -25,3 +28,17 @@ def write_cached(path: Path, text: str) -> None:
         os.replace(file.name, path)
     except OSError:
         return
+
+
+def append_cached(path: Path, text: str) -> None:
+    """Adds text to a file. Does nothing if the folder cannot be written."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+
+@cache
+def digest_of_files(files: tuple[Path, ...]) -> str:
+    """A digest of what the files hold: what was made by an earlier version of them is then out of date."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import yaml
 from checkout import ROOT
+from composite_run import composite_run
 from PIL import Image
 from tiny_configs import AUDIO, DINO, TEXT, VISION
 from tiny_language_models import MIXTURES
 from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from motet.config import load_run_config
+from motet.config import RunConfig, load_run_config
 from motet.data.chat import word_level_tokenizer
+from motet.data.run_file import open_samples
 from motet.families.capabilities import SHOWN_EQUAL, WITH_OTHER_MASKS
 from motet.families.classes import MODEL_CLASSES, model_class_of
 from motet.families.configured_graph import read_graph
@@ -147,6 +149,15 @@ def test_no_family_needs_torch(tmp_path: Path) -> None:
         *((towers("BertConfig", decoder), {"image", "text", "contrastive", "decoder"}) for decoder in DECODERS),
     ]
     assert planned_modules(tmp_path, [run for run, _ in expected]) == [modules for _, modules in expected]
+
+
+def test_a_whole_model_that_was_planned_before_needs_no_torch(tmp_path: Path) -> None:
+    run = composite_run(tmp_path, "qwen3_vl", pp=2)
+    samples = open_samples(RunConfig.model_validate_json(json.dumps(run)))
+    for index in range(len(samples)):
+        samples.sample(index)
+
+    assert planned_modules(tmp_path, [run]) == [{"vision", "language_model"}]
 
 
 @pytest.mark.campaign

@@ -1,8 +1,13 @@
 """Cost tables: arithmetic, files, and what is wrong with files."""
 
+import json
+from pathlib import Path
+
 import pytest
+from checkout import ROOT
 
 from motet.costs.cost_model import ZERO, CostTable, LayerCost, LinkCost, Load, ModuleCosts, Quadratic, total
+from motet.errors import UserError
 
 LAYER = LayerCost(
     forward=Quadratic(constant=1.0, per_token=2.0, per_pair=3.0),
@@ -67,3 +72,31 @@ def test_broken_files(tmp_path, text):
 def test_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.json: cannot be read"):
         CostTable.load(tmp_path / "nothing.json")
+
+
+SAVED = ROOT / "tests" / "saved_files" / "0.1.0" / "costs" / "measured.json"
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "x", None, {}, [0], True])
+@pytest.mark.parametrize("place", ["a layer", "a stage", "the optimizer", "a link"])
+def test_a_table_with_a_cost_that_is_none_is_refused(tmp_path: Path, place: str, value: object) -> None:
+    table = json.loads(SAVED.read_text())
+    module = next(iter(next(iter(table["modules"].values())).values()))
+    terms = {
+        "a layer": module["costs"][-1]["forward"],
+        "a stage": module["stage_forward"],
+        "the optimizer": table,
+        "a link": table["message"],
+    }[place]
+    name = {"the optimizer": "optimizer_constant_s", "a link": "latency_s"}.get(place, "constant")
+    terms[name] = value
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    with pytest.raises(UserError, match=f"is not a cost table .*{name}: is .*; give a number of at least 0"):
+        CostTable.load(tmp_path / "costs.json")
+
+
+def test_all_saved_tables_are_read() -> None:
+    tables = [SAVED, *(ROOT / "benchmarks" / "reports").glob("costs-*.json")]
+    assert len(tables) >= 4
+    for path in tables:
+        CostTable.load(path)

@@ -1,15 +1,18 @@
 """Conversations as the processors of models of several modalities prepare them."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 from composite_run import composite_run, write_conversations
+from PIL import Image
 from tiny_composites import COMPOSITES
 from transformers import AutoProcessor
 
 from motet.assignment.sample import IGNORED_LABEL
 from motet.config import RunConfig
+from motet.data import run_file
 from motet.data.run_file import open_data, open_samples
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL
@@ -62,12 +65,46 @@ def test_voxtral_reads_a_conversation_as_mistral_common_does(tmp_path):
             assert torch.equal(data.train.features(index, "audio")["input_features"], theirs["input_features"])
 
 
-def test_metadata_alone_are_those_of_the_data(tmp_path):
+def test_metadata_alone_are_those_of_the_data_and_are_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
     config = run_config(tmp_path, "llava_onevision")
+    data = open_data(config).train
+    expected = [data.sample(i) for i in range(8)]
 
-    samples, data = open_samples(config), open_data(config).train
+    assert [open_samples(config).sample(i) for i in range(8)] == expected
 
-    assert [samples.sample(i).layouts for i in range(8)] == [data.sample(i).layouts for i in range(8)]
+    with monkeypatch.context() as without:
+        without.setattr(run_file, "_composite_layouts", None)
+        assert [open_samples(config).sample(i) for i in range(8)] == expected
+    (stored,) = (tmp_path / "cache" / "layouts").iterdir()
+    stored.write_text(stored.read_text()[:-20])  # As after a process that was ended while it wrote.
+    assert [open_samples(config).sample(i) for i in range(8)] == expected
+
+
+@pytest.mark.parametrize(
+    "changed", ["another template", "another number of frames", "another image", "another text", "other values"]
+)
+def test_layouts_are_made_again_where_they_may_differ(changed, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    config = run_config(tmp_path, "llava_onevision")
+    open_samples(config).sample(0)
+    if changed == "another template":
+        template = tmp_path / "model" / "chat_template.jinja"
+        template.write_text(template.read_text() + " ")
+    elif changed == "another number of frames":
+        config = run_config(tmp_path, "llava_onevision", video={"frames": 2})
+    elif changed == "another image":
+        for picture in tmp_path.glob("*.png"):
+            Image.open(picture).resize((100, 60)).save(picture)
+    elif changed == "another text":
+        data = tmp_path / "data.jsonl"
+        data.write_text(data.read_text().replace("the number", "a number"))
+    else:
+        config.model.values["vision_feature_select_strategy"] = "default"
+
+    monkeypatch.setattr(run_file, "_composite_layouts", Mock(side_effect=UserError("made again")))
+    with pytest.raises(UserError, match="made again"):
+        open_samples(config).sample(0)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_audio"])

@@ -15,7 +15,7 @@ from sampling import examples
 from training import plan_of
 
 from motet.plan import Plan
-from motet.resilience.membership import Change, Membership
+from motet.resilience.membership import Change, Membership, check_record, key
 from motet.resilience.succession import Succession
 
 
@@ -188,6 +188,7 @@ def check(before: Membership, changes: list[Change], now: Membership, size: int,
     plan = Plan.from_json(now.plan)
     gone = {c.node for c in changes if c.kind == "lost" or (c.kind == "left" and c.node not in before.staying)}
     come = {change.node for change in changes if change.kind == "joined"}
+    check_record(key("membership", now.generation), now.to_json())
     everyone = [*now.nodes, *now.leaving, *now.waiting]
     assert len(set(everyone)) == len(everyone)
     assert set(everyone) <= {*before.nodes, *before.leaving, *before.waiting, *come} - gone

@@ -46,7 +46,14 @@ def write_conversations(folder: Path, name: str, num_samples: int = 8) -> Path:
 
 
 def composite_run(
-    folder: Path, name: str, *, pp: int = 1, tp: int = 1, parts: dict[str, Any] | None = None, **train: Any
+    folder: Path,
+    name: str,
+    *,
+    pp: int = 1,
+    tp: int = 1,
+    parts: dict[str, Any] | None = None,
+    num_samples: int = 8,
+    **train: Any,
 ) -> dict[str, Any]:
     """The run file's content: each encoder on a rank of its own, the language model on `pp` x `tp` ranks."""
     assert name in COMPOSITES
@@ -55,7 +62,7 @@ def composite_run(
         save_tiny_composite(name, model)
     data = folder / "data.jsonl"
     if not data.exists():
-        write_conversations(folder, name)
+        write_conversations(folder, name, num_samples)
     encoders = {"vision", "audio"} if name in BOTH else {"audio"} if name in HEARS else {"vision"}
     explicit: dict[str, Any] = {encoder: {} for encoder in sorted(encoders)}
     explicit["language_model"] = {"pp": pp, "tp": tp}

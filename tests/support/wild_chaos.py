@@ -1,21 +1,23 @@
 """Trainings of which more is lost than they tolerate, or something else than a node, and what they must come to.
 
 Two nodes within one recovery, stopped agents, the store, members of etcd, the launcher's machine, nodes that join
-meanwhile. Where some node that was not lost has held each layer since the beginning, training goes on without a
-restart. Else it goes on from the last checkpoint. In both cases losses and samples are those of the undisturbed run,
-and nothing is left behind.
+meanwhile. Where some node that was not lost has held each layer since the beginning, and never waited while others
+trained, training goes on without a restart. Else it goes on from the last checkpoint. In both cases losses and samples
+are those of the undisturbed run, and nothing is left behind.
 """
 
 import ctypes
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -120,8 +122,8 @@ def config_for(trial: WildTrial, output: Path) -> RunConfig:
 
 
 def survives(lost: set[int], plan: Plan) -> bool:
-    """Whether nodes that were not `lost` have held each layer since the beginning, where losses are close together; or
-    fewer were lost than are tolerated."""
+    """Whether nodes that were not `lost` have held each layer since the beginning; or fewer were lost than are
+    tolerated."""
     if len(lost) <= 1:
         return True
     held = {
@@ -133,6 +135,19 @@ def survives(lost: set[int], plan: Plan) -> bool:
         for layer in range(*stage.layers)
     }
     return held == {(name, layer) for name, module in plan.modules.items() for layer in range(module.num_layers)}
+
+
+def left_behind(log: list[dict[str, Any]]) -> set[int]:
+    """Nodes that waited without a place while others trained, so that they hold the state of an earlier step."""
+    recoveries = [line for line in log if "done" in line]
+    nodes: set[int] = set()
+    for before, after in pairwise(recoveries):
+        went_back = re.search("went back from step ([0-9]+)", after["done"])
+        steps_before = int(went_back[1]) if went_back else after["step"] - 1
+        if steps_before >= before["step"]:
+            known = {node for line in recoveries for node in line["nodes"]}
+            nodes |= known - {*before["nodes"]}
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -220,7 +235,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
     went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
     hit = {kill.node for kill in fired if kill.hits_node}
     lost = {change["node"] for line in log for change in line["changes"] if change["kind"] == "lost"}
-    lives = survives(hit | lost, plan)
+    lives = survives(hit | lost | left_behind(log), plan)
     store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
     if lives and not store_was_lost:
         assert went_on, (trial, fired, log)

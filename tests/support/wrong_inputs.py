@@ -110,6 +110,8 @@ TEXTS = {
     "nothing": ("", "is not a mapping"),
     "a list": ("- model", "is not a mapping"),
     "a tab": ("train:\n\tsteps: 1", "cannot start any token"),
+    "a character of no text": ('train: {output: "a\\0b"}', "a text holds U\\+0000"),
+    "half a character": ('train: {output: "\\ud800"}', "a text holds U\\+D800"),
     "a control character": ("train: \x00", "is not YAML|special characters"),
     "no end": ("train: {steps: 1", "expected ',' or '}'"),
     "100 MB": ("x" * (5 * 2**20), "is larger than 4 MiB"),
@@ -121,7 +123,9 @@ VALUES = {
     "train.steps": (0, -1, 1.5, "many", 10**30 * -1, True),
     "train.keep_checkpoints": (0, -1, "all"),
     "train.global_batch_size": (0, -8, 0.5),
-    "train.failures.detect_s": (0, -1, "soon"),
+    "train.failures.detect_s": (0, -1, "soon", 1e300),
+    "train.failures.store_patience_s": (0, 1e300),
+    "train.step_timeout_s": (0, 1e300),
     "train.failures.slow_ratio": (1, 0, "slow"),
     "train.eps": (0, -1e-8),
     "cluster.num_devices": (0, -1, "all"),
@@ -172,6 +176,10 @@ def _of_run_files() -> Iterator[WrongInput]:
     for value in ("&a [*a]", "[" * 9999, "2026-13-45", "!!int x", "9" * 5000, "{", "&a", "*a", "\x07"):
         yield WrongInput(f"--set {value}"[:40], "", overrides=(f"train.steps={value}",))
 
+    for key in ("costs", "speeds", "catalogue"):
+        expected = "/dev/zero.*(File too large|is larger than 4 MiB)"
+        yield WrongInput(f"{key}: /dev/zero", expected, overrides=(f"cluster.{key}=/dev/zero",))
+
 
 def _of_models() -> Iterator[WrongInput]:
     language = "model.language_model.values"
@@ -195,6 +203,14 @@ def _of_models() -> Iterator[WrongInput]:
         (f"{language}.rope_parameters", "{rope_theta: -5}", "rope_parameters.rope_theta: is -5"),
         (f"{language}.rope_scaling", "{rope_type: linear, factor: 0}", "rope_scaling.factor: is 0"),
         (f"{language}.rope_scaling", "5", "rope_scaling: is 5; give a mapping"),
+        (
+            f"{language}.rope_scaling",
+            "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 0}",
+            "original_max_position_embeddings: is 0; give a number above 0",
+        ),
+        (f"{language}.dtype", "nope", "model.language_model.values: .*nope"),
+        (language, "{'': 2}", "values.: is not a known key"),
+        (language, "{'a b': 2}", "values.a b: is not a known key"),
         (f"{language}.rms_norm_eps", -1.0, "rms_norm_eps: is -1.0; give a number above 0"),
         (f"{language}.rms_norm_eps", "small", "rms_norm_eps: is 'small'"),
         (f"{language}.attention_dropout", 7.0, "attention_dropout: is 7.0; give at least 0 and less than 1"),

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section, TimeoutS
 
 
 def _one_or_many(value: Any) -> Any:
@@ -29,7 +29,7 @@ class PreparedDataConfig(Section):
     in `skipped_samples.jsonl`. With `skip`, all samples are decoded before their batch is assigned."""
     servers: Files = ()
     """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; empty: ranks prepare samples."""
-    server_timeout_s: PositiveNumber = 60.0
+    server_timeout_s: TimeoutS = 60.0
     """Seconds without an answer after which another server is asked, and after which the run ends if none answers."""
     token_file: str | None = None
     """File with the token of the data servers; null: the environment variable MOTET_DATA_TOKEN."""

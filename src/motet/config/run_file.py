@@ -31,6 +31,7 @@ from motet.config.section import (
     PositiveNumber,
     Section,
     Share,
+    TimeoutS,
 )
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL
@@ -130,12 +131,12 @@ class FailuresConfig(Section):
 
     tolerate: Count = 1
     """Number of nodes that may fail at the same time without loss of state. Every layer has one more copy than this."""
-    detect_s: PositiveNumber = 1.0
+    detect_s: TimeoutS = 1.0
     """Seconds without a sign of life after which a node counts as lost."""
     secret_file: str | None = None
     """File with the secret that all machines of the run share; null: the environment variable MOTET_RUN_SECRET. A run
     on one machine makes its own."""
-    store_patience_s: PositiveNumber = 60.0
+    store_patience_s: TimeoutS = 60.0
     """Seconds for which a node waits for a lost store to return."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank whose computation takes more than this many times as long as that of ranks with the same layers is listed
@@ -233,7 +234,7 @@ class TrainConfig(Section):
     from them."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do if the loss or a gradient is not finite: stop the run, or skip the update."""
-    step_timeout_s: PositiveNumber = 300.0
+    step_timeout_s: TimeoutS = 300.0
     """Seconds after which a step ends the run with a report of what each rank waits for."""
     metrics: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
     """Destinations of the metrics; `jsonl` is always written."""

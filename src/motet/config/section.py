@@ -13,6 +13,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TimeoutS = Annotated[float, Field(gt=0, le=1e7)]
+"""Seconds of a wait: at most 115 days, as the clocks of threads, sockets and torch have an end."""
 
 
 class Section(BaseModel):

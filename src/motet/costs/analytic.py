@@ -39,6 +39,7 @@ from motet.costs.kernels import (
 from motet.costs.memory import ADAMW_STATES
 from motet.costs.software import MOTET, Software
 from motet.errors import UserError
+from motet.named_files import read_text
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
@@ -84,7 +85,7 @@ class Speeds:
         from motet.strict_parsing import parse_strictly
 
         try:
-            text = Path(path).read_text()
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"
             raise UserError(

@@ -13,6 +13,7 @@ quadratic in the lengths of the sequences (thesis 4.4.1). The frozen rule decide
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
@@ -24,6 +25,7 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.families.encoders.token_counts import has_token_counts, token_counts
+from motet.named_files import read_text
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -359,7 +361,7 @@ class CostTable:
     def load(path: str | Path) -> "CostTable":
         """Reads a table. Raises `UserError` if the file cannot be read or is not a cost table."""
         try:
-            return CostTable.from_json(Path(path).read_text())
+            return CostTable.from_json(read_text(path))
         except OSError as error:
             raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -385,8 +387,10 @@ class CostTable:
                 for name, sizes in values.get(table, {}).items()
             }
         for key in ("message", "all_reduce"):
-            values[key] = None if values[key] is None else LinkCost(**values[key])
-        values["collectives"] = {name: LinkCost(**link) for name, link in values.get("collectives", {}).items()}
+            values[key] = None if values[key] is None else _link_from_json(values[key])
+        values["collectives"] = {name: _link_from_json(link) for name, link in values.get("collectives", {}).items()}
+        for key in ("optimizer_constant_s", "optimizer_s_per_parameter"):
+            _check_cost(key, values.get(key, 0.0))
         return CostTable(**values)
 
 
@@ -414,11 +418,33 @@ def _terms(cost: Quadratic) -> dict[str, float]:
 
 
 def _module_from_json(values: Mapping[str, Any]) -> ModuleCosts:
-    different = [LayerCost(**{part: Quadratic(**terms) for part, terms in layer.items()}) for layer in values["costs"]]
+    different = [
+        LayerCost(**{part: _quadratic_from_json(terms) for part, terms in layer.items()}) for layer in values["costs"]
+    ]
     return ModuleCosts(
         layers=tuple(different[i] for i in values["layers"]),
-        **{part: Quadratic(**values[part]) for part in STAGE_PARTS},
+        **{part: _quadratic_from_json(values[part]) for part in STAGE_PARTS},
     )
+
+
+def _quadratic_from_json(terms: Mapping[str, Any]) -> Quadratic:
+    for name, value in terms.items():
+        _check_cost(name, value)
+    return Quadratic(**terms)
+
+
+def _link_from_json(values: Mapping[str, Any]) -> LinkCost:
+    for name, value in values.items():
+        _check_cost(name, value)
+    if values["bytes_per_s"] == 0:
+        raise ValueError("bytes_per_s: is 0; give a number above 0")
+    return LinkCost(**values)
+
+
+def _check_cost(name: str, value: object) -> None:
+    """Raises `ValueError` unless a term is what a measurement can give."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}: is {value!r}; give a number of at least 0"[:200])
 
 
 def total(costs: Iterable[Quadratic]) -> Quadratic:

@@ -27,6 +27,7 @@ from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, 
 from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.recomputed import layer_passes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
+from motet.errors import UserError
 from motet.plan import ContextOptions, Edge, LayerRange, Stage
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -350,7 +351,11 @@ class Estimator:
         """Each layer's time, added up over the kinds of microbatches."""
         workload = self.workloads[name]
         costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
-        assert len(costs) == workload.num_layers, f"{name}: {len(costs)} layers in the table, not {workload.num_layers}"
+        if len(costs) != workload.num_layers:
+            raise UserError(
+                f"costs: {name} has {len(costs)} layers in the table, but {workload.num_layers} in the model; profile "
+                "it again"
+            )
         works = [work._replace(load=work.load.share(cp)) for work in works]
         times: list[LayerTime] = []
         known: dict[object, LayerTime] = {}

@@ -266,7 +266,7 @@ def answer_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list
         if message.role != "assistant":
             continue
         prompt = render(tokenizer, messages[:i], generation_prompt=True)
-        until_here = render(tokenizer, messages[: i + 1])
+        until_here = text if i + 1 == len(messages) else render(tokenizer, messages[: i + 1])
         first, answer = len(prompt), message.content.strip()
         if text.startswith(until_here):
             begin = text.rfind(answer, first, len(until_here))

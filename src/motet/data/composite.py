@@ -24,6 +24,7 @@ from motet.data.chat import answer_spans, end_of_turn, render
 from motet.data.encoder_layout import Layouts, frame_times
 from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
+from motet.data.stored_layouts import ExampleKey
 from motet.data.voxtral import VoxtralText, is_voxtral
 from motet.errors import UserError, one_line
 from motet.families.discovery.composite import Composite, FeatureFunction
@@ -69,7 +70,7 @@ class CompositeProcessor:
         return str(self.processor.apply_chat_template(structured, **options))
 
     @lru_cache(maxsize=4096)  # noqa: B019 (metadata are asked for on every rank, and again in every epoch)
-    def lay_out(self, example: "_Key") -> Prepared:
+    def lay_out(self, example: ExampleKey) -> Prepared:
         """Layouts without features."""
         media = {kind: [self._blank(kind, size) for size in sizes] for kind, sizes in example.sizes}
         return self._prepare(example.messages, media, keeps_features=False)
@@ -79,7 +80,7 @@ class CompositeProcessor:
         own = example.example
         media = {kind: [self._loaded(kind, item) for item in items] for kind, items in own.media.items() if items}
         prepared = self._prepare(own.messages, media, keeps_features=True)
-        if prepared.input_ids != self.lay_out(key_of(own)).input_ids:
+        if prepared.input_ids != self.lay_out(ExampleKey.of(own)).input_ids:
             raise UserError("its media do not have the sizes that their files state; convert them again")
         return prepared
 
@@ -225,24 +226,11 @@ class CompositeProcessor:
 
 
 @dataclass(frozen=True)
-class _Key:
-    """All that an example's metadata depend on."""
-
-    messages: tuple[Message, ...]
-    sizes: tuple[tuple[str, tuple[Any, ...]], ...]
-
-
-@dataclass(frozen=True)
 class _Identity:
     """An example, compared by the object: media are not compared."""
 
     key: int
     example: Example = field(compare=False)
-
-
-def key_of(example: Example) -> _Key:
-    sizes = tuple((kind, tuple(item.size() for item in items)) for kind, items in example.media.items() if items)
-    return _Key(example.messages, sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +241,7 @@ class CompositePartLayout:
     whole: CompositeProcessor
 
     def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
-        prepared = self.whole.lay_out(key_of(example))
+        prepared = self.whole.lay_out(ExampleKey.of(example))
         return prepared.layouts.get(self.name, ()), prepared.num_loss_tokens if self.name == LANGUAGE_MODEL else None
 
     def features(self, example: Example) -> dict[str, Tensor]:

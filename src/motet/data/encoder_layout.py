@@ -231,7 +231,7 @@ class EncoderLayout:
         """Whether sizes are known without asking the processor itself."""
         return self.modality == "audio" or self._image_rule is not None
 
-    @property
+    @cached_property
     def modalities(self) -> tuple[Modality, ...]:
         """Modalities that the encoder takes."""
         return modalities_of(self.config)

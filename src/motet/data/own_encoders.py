@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class OwnEncoderInput(EncoderInput):
     def __post_init__(self) -> None:
         """Its items have any shape that the module takes."""
 
-    @property
+    @cached_property
     def modalities(self) -> tuple[Modality, ...]:
         return (self.modality,)
 

@@ -35,11 +35,12 @@ from motet.data.layouts import (
     TextLayout,
     check_vocabulary,
 )
+from motet.data.stored_layouts import ExampleKey, LaidOut, StoredLayouts, StoredPartLayout, layouts_file
 from motet.data.tools import NeedsTransformersError, PlainTools, Tools, TransformersTools
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.encoders.token_counts import modality_of, reads_text
-from motet.plan import queries_of
+from motet.plan import LANGUAGE_MODEL, queries_of
 
 if TYPE_CHECKING:
     from motet.data.preparation import ExampleDataset, Preparation
@@ -83,7 +84,7 @@ def open_samples(config: RunConfig) -> SampleSource:
     if isinstance(config.data, DescribedConfig):
         return described_samples(config, config.data, graph)
     if config.model.composite is not None:
-        return open_data(config).train
+        return _composite_samples(config, config.model.composite, graph)
     try:
         tools = PlainTools(config.data, DATA_KINDS[type(config.data)].words(config.data))
         layouts = SampleLayouts(_module_layouts(config, graph, tools, EncoderLayout))
@@ -115,6 +116,28 @@ def open_preparation(config: RunConfig) -> "Preparation":
     _check_processor_names(data, graph)
     tools = TransformersTools(data, DATA_KINDS[type(data)].words(data))
     return Preparation(_module_layouts(config, graph, tools, EncoderInput))
+
+
+def _composite_samples(config: RunConfig, part: PartConfig, graph: ConfiguredGraph) -> SampleSource:
+    """Loads the model's processor only for examples that it has not laid out before."""
+    data: Any = config.data
+    file = layouts_file(part, data.tokenizer, data.video)
+    if file is None:
+        return open_data(config).train
+
+    def make() -> Callable[[ExampleKey], LaidOut]:
+        layouts: Any = _composite_layouts(part, data)
+        whole = layouts[LANGUAGE_MODEL].whole
+
+        def lay_out(key: ExampleKey) -> LaidOut:
+            prepared = whole.lay_out(key)
+            return LaidOut(dict(prepared.layouts), prepared.num_loss_tokens)
+
+        return lay_out
+
+    stored = StoredLayouts(file, make)
+    layouts = SampleLayouts({name: StoredPartLayout(name, stored) for name in graph.names})
+    return LaidOutExamples(_open_examples(config, graph).train, layouts)
 
 
 def _composite_layouts(part: PartConfig, data: Any) -> dict[str, ModuleLayout]:

@@ -28,6 +28,10 @@ POSITIVE = re.compile(r"(theta|base_freq|(^|_)eps(ilon)?)$")
 """Names of numbers that are divided by, or whose logarithm is taken."""
 SHARE = re.compile(r"(drop_?out|_drop|pdrop|layerdrop|drop_path_rate)(_prob|_rate|_p)?$")
 """Names of shares of what is left out."""
+MULTIPLIER = re.compile(r"(^|_)(scale|scaling|multiplier|factor)(_|$)")
+"""Names of numbers that need not be whole, though the usual one may be."""
+SIDES = re.compile(r"image|patch|kernel|stride|window")
+"""Names of numbers of pixels, of which there may be two; of other numbers there may be one for each layer."""
 TOKEN = re.compile(r"token_(id|index)$")
 """Names of tokens: one, or a list of several."""
 
@@ -37,13 +41,14 @@ def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any]
 
     `where`: what stands before the key in the run file."""
     usual = {name: each.default for name, each in inspect.signature(config_class.__init__).parameters.items()}
-    known = {*usual, *config_class.attribute_map} - {"self"}
+    known = {*usual, *config_class.attribute_map, *config_class.attribute_map.values()} - {"self"}
     for key, value in values.items():
         place = f"{where}.{key}"
         near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
         # `decoder_layers` is none of `encoder_layers`.
         is_misspelt = key not in known and bool(near) and near[0][0] == key[0]
-        if is_misspelt or not (key in known or key in OF_ALL_CONFIGS or _is_read(config_class, key)):
+        is_name = key.isidentifier()
+        if is_misspelt or not is_name or not (key in known or key in OF_ALL_CONFIGS or _is_read(config_class, key)):
             near = near or difflib.get_close_matches(key, known, n=1)
             told = f"did you mean {near[0]!r}?" if near else f"{config_class.__name__} has none such; leave it out"
             raise UserError(f"{place}: is not a known key; {told}")
@@ -72,6 +77,10 @@ def _part_class(config_class: type[PretrainedConfig], key: str, value: Any) -> t
 
 
 def _check_value(key: str, value: Any, default: Any, place: str) -> None:
+    if isinstance(value, list) and value and POSITIVE.search(key):  # One for each layer.
+        for index, each in enumerate(value):
+            _check_value(key, each, default, f"{place}.{index}")
+        return
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise UserError(f"{place}: is {value}; give a finite number")
@@ -87,10 +96,11 @@ def _check_value(key: str, value: Any, default: Any, place: str) -> None:
         raise UserError(f"{place}: is {value!r}; {told}")
     if isinstance(default, float) and default > 0 and isinstance(value, int | float) and value < 0:
         raise UserError(f"{place}: is {value}; give at least 0")
-    if not _is_count(default) or value is None:
+    if not _is_count(default) or value is None or (MULTIPLIER.search(key) and _is_number(value) and value > 0):
         return
-    is_pair = isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-    if not (_is_count(value) or is_pair):
+    is_list = isinstance(value, list) and len(value) > 1 and all(map(_is_count, value))
+    is_list = is_list and (len(value) == 2 or not SIDES.search(key))
+    if not (_is_count(value) or is_list):
         raise UserError(f"{place}: is {value!r}; give a whole number of at least 1")
     most = MOST_LAYERS if "layer" in key or key == "depth" else MOST_OF_A_SIZE
     if isinstance(value, int) and value > most:
@@ -136,7 +146,9 @@ def _check_rope(value: Any, place: str) -> None:
             kinds = ["default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"), "mrope"]
             if inner not in kinds:
                 raise UserError(f"{place}.{key}: is {inner!r}; give one of {', '.join(kinds)}")
-        elif key in ("rope_theta", "factor") and not (_is_number(inner) and 0 < inner < math.inf):
+        elif key in ("rope_theta", "factor", "original_max_position_embeddings") and not (
+            _is_number(inner) and 0 < inner < math.inf
+        ):
             raise UserError(f"{place}.{key}: is {inner!r}; give a number above 0")
 
 

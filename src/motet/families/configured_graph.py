@@ -24,7 +24,7 @@ from motet.errors import UserError
 from motet.families.capabilities import packed_by_sample
 from motet.families.encoders.token_counts import Pooling
 from motet.families.hf_config import codec_of, read_generator, shape_request
-from motet.families.shape_reading.module_shapes import make_shapes, shape_of
+from motet.families.shape_reading.module_shapes import composite_shapes, make_shapes, shape_of
 from motet.parallel.tensor.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
 from motet.recomputation import split_entry
@@ -120,28 +120,25 @@ Graph = tuple[dict[str, ConfiguredModule], tuple[Edge, ...]]
 
 
 def _composite_graph(config: RunConfig) -> Graph:
-    # Only transformers knows the parts of such a model.
-    from motet.families.shape_reading.composite_shapes import read_composite
-
     part = config.model.composite
     assert part is not None
-    described, workloads = read_composite(part)
-    _check_composite(config, tuple(described.modules))
+    workloads, edges = composite_shapes(part)
+    _check_composite(config, tuple(workloads))
     modules = {}
-    for name in described.modules:
+    for name, workload in workloads.items():
         own = config.model.parts.get(name, CompositePartConfig())
         if own.train.lora is not None:
             raise UserError(f"model.parts.{name}.train.lora: is for modules that are given one by one; leave it out")
         modules[name] = ConfiguredModule(
             part=own,
             key=f"model.parts.{name}",
-            workload=workloads[name],
-            trainable=_trainable_of_part(workloads[name], own),
+            workload=workload,
+            trainable=_trainable_of_part(workload, own),
             loss_weight=1.0 if name == LANGUAGE_MODEL else 0.0,
         )
     if not any(module.trainable for module in modules.values()):
         raise UserError("model.parts: nothing is trainable; set train.module or train.projector of a part to true")
-    return modules, described.edges
+    return modules, edges
 
 
 def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:

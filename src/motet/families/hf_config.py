@@ -98,7 +98,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
 
 def stored_values(part: PartConfig | AutoencoderConfig | CodecConfig, where: str) -> dict[str, Any]:
     """Returns the content of a part's config.json. Raises `UserError` if it cannot be read or downloaded."""
-    path = _config_file(part, where)
+    path = config_file(part, where)
     try:
         stored = json.loads(path.read_text())
     except OSError as error:
@@ -112,7 +112,8 @@ def stored_values(part: PartConfig | AutoencoderConfig | CodecConfig, where: str
     return stored
 
 
-def _config_file(part: PartConfig | AutoencoderConfig | CodecConfig, where: str) -> Path:
+def config_file(part: PartConfig | AutoencoderConfig | CodecConfig, where: str) -> Path:
+    """The path of a part's config.json, which is fetched from the hub without weights. Raises `UserError`."""
     if part.path is not None:
         return Path(part.path) / "config.json"
     assert part.hub is not None

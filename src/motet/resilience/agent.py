@@ -38,8 +38,8 @@ from motet.resilience.membership import (
     RunRecord,
     is_over,
     key,
+    living_nodes,
     memberships_after,
-    num_registered,
     unlogged_changes,
 )
 from motet.resilience.process_control import (
@@ -359,8 +359,8 @@ class NodeAgent:
                 changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
             elif self._slow_in == membership.generation and has_spare:
                 changes.append(Change("leaving", node, "it computes slowly, and a spare takes its place", at))
-        joined = range(membership.num_admitted, num_registered(values))
-        changes += [Change("joined", other, "", at) for other in joined if key("alive", other) in values]
+        newcomers = (other for other in living_nodes(values) if other >= membership.num_admitted)
+        changes += [Change("joined", other, "", at) for other in newcomers if key("node", other) in values]
         if changes:  # A spare that has gone is no reason for another membership, but must not be used in one.
             gone = [spare for spare in membership.waiting if key("alive", spare) not in values]
             changes += [Change("lost", spare, f"its agent was silent for {self.silence_s:g} s", at) for spare in gone]

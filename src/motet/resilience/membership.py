@@ -29,6 +29,8 @@ FAILURE = "failure"
 RUN = "run"
 """JSON of the `RunRecord`."""
 
+MAX_NODES = 1_000_000
+"""Numbers of nodes are below this."""
 MAX_TRIAL_LENGTH = 500
 """Characters of a `TrialRequest` as JSON; its parts go on to processes that take short messages."""
 
@@ -135,9 +137,14 @@ def check_record(name: str, value: str) -> None:
             if membership.generation != generation:
                 raise UserError(f"{name}: is of generation {membership.generation}")
             try:
-                Plan.from_json(membership.plan)
+                num_ranks = Plan.from_json(membership.plan).num_ranks
             except ValueError as error:
                 raise UserError(f"{name}: {error}") from None
+            listed = (*membership.all_nodes, *membership.waiting)
+            if len(set(listed)) < len(listed) or not all(0 <= node < MAX_NODES for node in listed):
+                raise UserError(f"{name}: its nodes are not different numbers from 0 to {MAX_NODES - 1}")
+            if membership.nodes and num_ranks % len(membership.nodes):
+                raise UserError(f"{name}: {len(membership.nodes)} nodes cannot share {num_ranks} ranks equally")
         case "meeting", [_]:
             if not _is_address(value):
                 raise UserError(f"{name}: is not an address")
@@ -150,6 +157,8 @@ def check_record(name: str, value: str) -> None:
             parse_strictly(TrialOutcome, value, name)
         case "result", [_]:
             parse_strictly(dict[str, Any], value, name)
+        case (("node" | "alive"), [node]) if node >= MAX_NODES:
+            raise UserError(f"{name}: is beyond {MAX_NODES - 1}")
         case (("node" | "alive" | "logged" | "seen_end"), [_]):
             pass
         case (("done" | "left"), [_, _]):
@@ -210,6 +219,11 @@ def memberships_after(values: Values, generation: int) -> Iterator[Membership]:
 def num_registered(values: Values) -> int:
     """Returns the first number that no node has."""
     return max((int(name.removeprefix("node/")) + 1 for name in values if name.startswith("node/")), default=0)
+
+
+def living_nodes(values: Values) -> list[int]:
+    """Returns the numbers of the nodes that give signs of life."""
+    return sorted(int(name.removeprefix("alive/")) for name in values if name.startswith("alive/"))
 
 
 def is_over(values: Values, newest: Membership | None) -> bool:

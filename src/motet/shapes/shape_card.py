@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from motet.errors import UserError
-from motet.plan import ModuleKind
+from motet.plan import Edge, ModuleKind
 from motet.shapes.module_shape import Arrangement, LayerShape, ModuleWorkload
 from motet.strict_parsing import parse_strictly
-from motet.user_cache import cache_folder, write_cached
+from motet.user_cache import cache_folder, digest_of_files, write_cached
 
 Role = Literal["language_model", "encoder", "tower", "decoder"]
 
@@ -27,8 +27,9 @@ Role = Literal["language_model", "encoder", "tower", "decoder"]
 class ShapeRequest:
     """A request for the shape of a module."""
 
-    role: Role | None
-    """Role of the module; None: a language model or an encoder, by its family."""
+    role: Role | Literal["composite"] | None
+    """Role of the module; None: a language model or an encoder, by its family. `composite`: a model of several
+    modalities, whose answer is a `CompositeCard`."""
     config: str | None = None
     """Name of a configuration class of transformers."""
     stored: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class ShapeRequest:
             "format": ShapeCard.format,
             "versions": [_version(name) for name in ("transformers", "torch")],
         }
-        text = json.dumps([asked, _walker_digest()], sort_keys=True, default=str)
+        text = json.dumps([asked, digest_of_files(tuple(walker_files()))], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -83,25 +84,34 @@ class ShapeCard:
             layers=tuple(self.shapes[i] for i in self.order), **{name: getattr(self, name) for name in names}
         )
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+
+@dataclass(frozen=True, kw_only=True)
+class CompositeCard:
+    """The parts of a model of several modalities."""
+
+    format: Literal[1] = 1
+    modules: dict[str, ShapeCard]
+    edges: tuple[Edge, ...]
+
+
+Card = TypeVar("Card", ShapeCard, CompositeCard)
 
 
 def cards_folder() -> Path:
     return cache_folder("shapes")
 
 
-def read_card(request: ShapeRequest) -> ShapeCard | None:
-    """The card of a module; None if there is none that can be read."""
+def read_card(request: ShapeRequest, kind: type[Card]) -> Card | None:
+    """The card that answers the request; None if there is none that can be read."""
     path = cards_folder() / f"{request.digest}.json"
     try:
-        return parse_strictly(ShapeCard, path.read_text(), what=str(path))
+        return parse_strictly(kind, path.read_text(), what=str(path))
     except (OSError, UnicodeDecodeError, UserError):
         return None
 
 
-def write_card(request: ShapeRequest, card: ShapeCard) -> None:
-    write_cached(cards_folder() / f"{request.digest}.json", card.to_json())
+def write_card(request: ShapeRequest, card: ShapeCard | CompositeCard) -> None:
+    write_cached(cards_folder() / f"{request.digest}.json", json.dumps(asdict(card)))
 
 
 @cache
@@ -110,11 +120,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-@cache
-def _walker_digest() -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in walker_files())).hexdigest()
 
 
 def walker_files() -> list[Path]:

@@ -1,10 +1,13 @@
 """Tickets and metadata survive the journey; what is no ticket is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.assignment.sample import Sample, Segment
+from motet.data.service.server import DataServer, Request
 from motet.data.service.tickets import Corrupt, Ticket, samples_from_json, samples_to_json
 
 segments = st.builds(
@@ -54,3 +57,10 @@ def test_metadata(metadata: list[Sample | Corrupt]) -> None:
 def test_what_is_no_ticket(text: str) -> None:
     with pytest.raises(ValueError, match=r"ticket|Expecting"):
         Ticket.from_json(text)
+
+
+def test_a_ticket_for_samples_that_the_data_do_not_have() -> None:
+    server = SimpleNamespace(_agreed="facts", _modules=set(), sizes={"train": 3})
+    for split, told in (("train", "train has 3 samples"), ("held_out", "held_out has 0 samples")):
+        with pytest.raises(ValueError, match=told):
+            DataServer._check(server, Request("facts", Ticket(split, (3,))))  # type: ignore[arg-type]

@@ -51,6 +51,18 @@ def test_most_examples_are_short_and_a_few_are_long() -> None:
     assert lengths[1] > 0.3 * lengths.total() > 4 * lengths[8] > 0
 
 
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_lengths_are_those_that_numpys_choice_draws(most: int) -> None:
+    task = DialADigit(max_digits=most, max_images=5, no_image=0.0, no_sound=1.0)
+    shares = 1 / np.arange(1, most + 1)
+    for index in range(50):
+        rng = np.random.default_rng((task.seed, 0, index))
+        rng.random()
+        num_images = rng.integers(1, 6)
+        expected = rng.choice(most, size=num_images, p=shares / shares.sum()) + 1
+        assert [len(digits) for digits in task.dialled("train", index).seen] == expected.tolist()
+
+
 def test_some_examples_lack_a_modality_and_only_what_can_be_answered_is_asked() -> None:
     every = contents()
     without_image = [content for content in every if not content.seen]

@@ -17,7 +17,7 @@ from motet.errors import UserError
 from motet.families.shape_reading import module_shapes
 from motet.families.shape_reading.module_shapes import make_shapes, module_workload, shape_of
 from motet.shapes.module_shape import Attention, LayerShape, Linear
-from motet.shapes.shape_card import ShapeRequest, cards_folder, read_card, walker_files
+from motet.shapes.shape_card import ShapeCard, ShapeRequest, cards_folder, read_card, walker_files
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
@@ -120,7 +120,7 @@ def test_a_damaged_card_is_made_again(empty_cache: Path, damage: str, monkeypatc
     (card,) = cards_folder().iterdir()
     whole = card.read_text()
     card.write_text(damage or whole[:-2])
-    assert read_card(REQUEST) is None
+    assert read_card(REQUEST, ShapeCard) is None
     monkeypatch.setattr(module_shapes, "_known", {})
     assert shape_of(REQUEST) == made
     assert card.read_text() == whole
@@ -130,7 +130,7 @@ def test_a_card_with_an_unknown_key_is_not_read(empty_cache: Path) -> None:
     shape_of(REQUEST)
     (card,) = cards_folder().iterdir()
     card.write_text(json.dumps({**json.loads(card.read_text()), "more": 1}))
-    assert read_card(REQUEST) is None
+    assert read_card(REQUEST, ShapeCard) is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_cards_of_a_run_are_made_by_one_process(empty_cache: Path, monkeypatch: 
     monkeypatch.setattr(module_shapes, "sys", type("WithoutTorch", (), {"modules": {}, "executable": sys.executable}))
     wrong = ShapeRequest(role="encoder", config="LlamaConfig")
     make_shapes([REQUEST, wrong])
-    assert [read_card(REQUEST)] == here
+    assert [read_card(REQUEST, ShapeCard)] == here
     with pytest.raises(UserError, match=": llama is a language model; give an encoder"):
         shape_of(wrong)
 

@@ -17,6 +17,7 @@ from training import plan_of, run_config
 from waiting import wait_until
 
 from motet.addresses import Address
+from motet.errors import UserError
 from motet.resilience.membership import (
     FAILURE,
     RUN,
@@ -156,6 +157,9 @@ MALFORMED = (
     {"op": "create", "key": "k", "value": 7},
     {"op": "register", "node": -1},
     {"op": "register", "node": 10**9},
+    {"op": "register", "node": 7},
+    {"op": "create", "key": "node/0", "value": ""},
+    {"op": "create", "key": "alive/0", "value": ""},
     {"op": "eval", "value": "import os"},
     json.loads("[" * 200 + "]" * 200),
 )
@@ -178,6 +182,7 @@ def test_a_malformed_message_ends_its_own_connection(
 PLAN = plan_of(run_config(Path())).to_json()
 WRONG_PLAN = re.sub(r'("ranks": \[\s*)\d+', r"\g<1>1000000000", PLAN, count=1)
 FIRST = Membership(generation=1, nodes=(0, 1), num_admitted=2, plan=PLAN)
+SECOND = replace(FIRST, generation=2)
 NO_RECORDS = {
     "a membership of text": ("membership/2", "its own"),
     "a membership of a list": ("membership/2", "[]"),
@@ -185,7 +190,12 @@ NO_RECORDS = {
     "a membership of no plan": ("membership/1", replace(FIRST, plan="{}").to_json()),
     "a membership of ranks that there are not": ("membership/1", replace(FIRST, plan=WRONG_PLAN).to_json()),
     "a membership with one key more": ("membership/1", json.dumps({**json.loads(FIRST.to_json()), "evil": 1})),
-    "a membership of negative nodes": ("membership/1", FIRST.to_json().replace('"nodes": [0, 1]', '"nodes": ["x"]')),
+    "a membership of words": ("membership/1", FIRST.to_json().replace('"nodes": [0, 1]', '"nodes": ["x", "y"]')),
+    "a membership of negative nodes": ("membership/2", replace(SECOND, nodes=(0, -1)).to_json()),
+    "a membership with a node twice": ("membership/2", replace(SECOND, nodes=(0, 0)).to_json()),
+    "a membership of a node that waits": ("membership/2", replace(SECOND, waiting=(1,)).to_json()),
+    "a membership of a number that is none": ("membership/2", replace(SECOND, nodes=(0, 10**30)).to_json()),
+    "a membership of more nodes than ranks": ("membership/2", replace(SECOND, nodes=tuple(range(50))).to_json()),
     "nested": ("membership/1", "[" * 100_000),
     "a run without a run file": ("run", RunRecord(config={}).to_json()),
     "a meeting nowhere": ("meeting/1", "nowhere"),
@@ -196,6 +206,7 @@ NO_RECORDS = {
     "a result that is none": ("result/1", "7"),
     "a node that is no number": ("node/x", ""),
     "a node of 5000 digits": ("node/" + "9" * 190, ""),
+    "a node that would keep agents counting": ("node/999999999", ""),
     "a sum nowhere": ("trial/0", TrialRequest(neighbour=1, address="nowhere", name="x").to_json()),
     "a sum of nothing": ("trial/0", "{}"),
     "a sum of a long name": ("trial/0", TrialRequest(neighbour=1, address="127.0.0.1:80", name="x" * 500).to_json()),
@@ -234,6 +245,13 @@ RECORDS = {
     FAILURE: '{"kind": "mistake", "message": "x"}',
     RUN: RunRecord(config=as_json(run_config(Path())), plan=PLAN).to_json(),
 }
+
+
+def test_no_number_of_a_node_is_too_high_to_be_read() -> None:
+    """The embedded store gives none; in etcd, who knows the secret may write one."""
+    for name in ("node/1000000", "alive/999999999"):
+        with pytest.raises(UserError, match="is beyond 999999"):
+            check_record(name, "")
 
 
 def test_what_agents_write_is_taken() -> None:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ from motet.data.service.tickets import Producer, Split, data_facts, read_token
 from motet.data.service.workers import LocalProducer, Preparer, Workers
 from motet.errors import UserError, one_line
 from motet.families.configured_graph import read_graph
+from motet.named_files import read_bytes
 
 if TYPE_CHECKING:
     from motet.data.service.client import Connection
@@ -141,7 +141,7 @@ def _read_roots(data: PreparedDataConfig) -> bytes | None:
     if data.tls_roots is None:
         return None
     try:
-        return Path(data.tls_roots).read_bytes()
+        return read_bytes(data.tls_roots)
     except OSError as error:
         raise UserError(
             f"data.tls_roots: {data.tls_roots} cannot be read ({error.strerror}); give a PEM file"

@@ -105,8 +105,9 @@ class DataServer(flight.FlightServerBase):
         ticket = request.ticket
         if ticket.module is not None and ticket.module not in self._modules:
             raise ValueError(f"there is no module {ticket.module!r}")
-        if any(index >= self.sizes[ticket.split] for index in ticket.indices):
-            raise ValueError(f"{ticket.split} has {self.sizes[ticket.split]} samples")
+        size = self.sizes.get(ticket.split, 0)
+        if any(index >= size for index in ticket.indices):
+            raise ValueError(f"{ticket.split} has {size} samples")
 
     def _messages(self, ticket: Ticket) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
         try:

@@ -14,12 +14,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from motet.assignment.sample import Sample, Segment
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
+from motet.named_files import read_text
 from motet.plan import DECODER, LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_token(token_file: str | None) -> str:
     else:
         where = f"data.token_file: {token_file}"
         try:
-            token = Path(token_file).read_text(encoding="utf-8").strip()
+            token = read_text(token_file).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where}: cannot be read ({error}); give a file that holds the token") from None
     if len(token) < SHORTEST_TOKEN or not token.isascii() or any(c.isspace() for c in token):

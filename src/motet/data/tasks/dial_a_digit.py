@@ -15,7 +15,7 @@ need not segment them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -187,10 +187,17 @@ class DialADigit:
         )
 
     def _digits(self, rng: np.random.Generator, max_items: int) -> tuple[tuple[int, ...], ...]:
-        num_items = rng.integers(1, max_items + 1)
+        num_items = int(rng.integers(1, max_items + 1))
+        # What `rng.choice` with these probabilities draws, without its checks.
+        lengths = np.searchsorted(self._shares_up_to, rng.random(num_items), side="right") + 1
+        return tuple(tuple(rng.integers(0, 10, size=n).tolist()) for n in lengths.tolist())
+
+    @cached_property
+    def _shares_up_to(self) -> np.ndarray:
+        """The shares of items of at most 1, 2, ... digits."""
         shares = 1 / np.arange(1, self.max_digits + 1)
-        lengths = rng.choice(self.max_digits, size=num_items, p=shares / shares.sum()) + 1
-        return tuple(tuple(rng.integers(0, 10, size=n).tolist()) for n in lengths)
+        up_to = (shares / shares.sum()).cumsum()
+        return up_to / up_to[-1]
 
 
 class Task(Protocol):

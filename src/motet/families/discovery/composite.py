@@ -21,7 +21,7 @@ from motet.errors import UserError, one_line
 from motet.families.classes import config_class_named
 from motet.families.config_values import check_values
 from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
-from motet.families.hf_config import stored_folder
+from motet.families.hf_config import config_file
 from motet.families.language_models import is_tied
 from motet.families.stored_weights import is_within
 from motet.plan import LANGUAGE_MODEL, Edge
@@ -164,9 +164,9 @@ def read_composite_config(part: PartConfig) -> PretrainedConfig:
             config_class = config_class_named(part.config)
             check_values(config_class, part.values)
             return config_class(**part.values)
-        stored = AutoConfig.from_pretrained(stored_folder(part), trust_remote_code=False)
-        check_values(type(stored), part.values)
-        return AutoConfig.from_pretrained(stored_folder(part), **part.values, trust_remote_code=False)
+        folder = config_file(part, "model").parent
+        check_values(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)), part.values)
+        return AutoConfig.from_pretrained(folder, **part.values, trust_remote_code=False)
     except UserError as error:
         raise UserError(f"model{'' if str(error).startswith('.') else '.config: '}{error}") from None
     except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:

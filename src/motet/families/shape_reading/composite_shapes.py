@@ -9,7 +9,6 @@ from torch import nn
 from motet.config import PartConfig
 from motet.families.classes import model_on_meta
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
-from motet.families.stored_weights import is_within
 from motet.parallel.tensor.tensor_cuts import tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part, Rows
 
@@ -84,19 +83,19 @@ def _attention(config: Any, width: int) -> Attention:
 
 def _layer(model: nn.Module, paths: tuple[str, ...], part: Part, width: int, attention: Attention | None) -> LayerShape:
     linears: list[Linear] = []
-    vocabulary = 0
+    vocabulary = num_parameters = 0
     rows: Rows = "outputs" if part in ("projector", "head") else "tokens"
-    modules = dict(model.named_modules())
-    for module in (inner for path in paths if path in modules for inner in modules[path].modules()):
-        if isinstance(module, nn.Linear):
-            linears.append(Linear(module.in_features, module.out_features, module.bias is not None, rows=rows))
-        elif isinstance(module, nn.Embedding) and part == "embed" and module.embedding_dim == width:
-            vocabulary += module.num_embeddings
-    num_parameters = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if is_within(name, paths)
-    )
+    for owner, _, name in (path.rpartition(".") for path in paths):
+        found = getattr(model.get_submodule(owner), name)
+        if isinstance(found, nn.Parameter):
+            num_parameters += found.numel()
+            continue
+        num_parameters += sum(each.numel() for _, each in found.named_parameters(remove_duplicate=False))
+        for module in found.modules():
+            if isinstance(module, nn.Linear):
+                linears.append(Linear(module.in_features, module.out_features, module.bias is not None, rows=rows))
+            elif isinstance(module, nn.Embedding) and part == "embed" and module.embedding_dim == width:
+                vocabulary += module.num_embeddings
     known = sum(linear.num_parameters for linear in linears) + vocabulary * width
     return LayerShape(
         part,

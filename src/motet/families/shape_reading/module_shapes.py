@@ -11,9 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from motet.config import PartConfig
 from motet.errors import UserError
+from motet.families.hf_config import stored_values
+from motet.plan import Edge
 from motet.shapes.module_shape import ModuleWorkload
-from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest, cards_folder, read_card, write_card
+from motet.shapes.shape_card import (
+    CompositeCard,
+    Role,
+    ShapeCard,
+    ShapeRequest,
+    cards_folder,
+    read_card,
+    write_card,
+)
 from motet.strict_parsing import parse_strictly
 
 WALKER = "motet.families.shape_reading.shape_walker"
@@ -42,12 +53,29 @@ def shape_of(request: ShapeRequest, *, packing: bool = False) -> ModuleWorkload:
     return replace(found, arrangement="packed") if packing and found.kind == "language_model" else found
 
 
+def composite_shapes(part: PartConfig) -> tuple[dict[str, ModuleWorkload], tuple[Edge, ...]]:
+    """The shapes of the parts of a model of several modalities, and the edges between them. Raises `UserError`.
+
+    Torch is imported if there is no card yet: the model's processor, which lays out the samples, needs it too."""
+    stored = stored_values(part, "model") if part.config is None else {}
+    request = ShapeRequest(role="composite", config=part.config, stored=stored, values=part.values)
+    card = read_card(request, CompositeCard)
+    if card is None:
+        from motet.families.shape_reading.composite_shapes import read_composite
+
+        described, workloads = read_composite(part)
+        modules = {name: ShapeCard.of(workload) for name, workload in workloads.items()}
+        card = CompositeCard(modules=modules, edges=described.edges)
+        write_card(request, card)
+    return {name: own.workload for name, own in card.modules.items()}, card.edges
+
+
 def make_shapes(requests: Iterable[ShapeRequest]) -> None:
     """Reads the cards of several modules, and makes those that are missing together."""
     missing = {}
     for request in requests:
         if request.digest not in _known:
-            card = read_card(request)
+            card = read_card(request, ShapeCard)
             if card is None:
                 missing[request.digest] = request
             else:

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -84,20 +84,21 @@ def walk(request: ShapeRequest) -> ShapeCard:
 
 def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
     """The configuration of the part that is asked for."""
-    values = dict(request.values)
+    values, role = dict(request.values), request.role
+    assert role != "composite"
     try:
         if request.config is not None:
             config_class = config_class_named(request.config)
             try:
                 check_values(config_class, values)
             except UserError:
-                if request.role is not None:  # A class of another kind is the larger mistake.
-                    _model_class(config_class(), request.role)
+                if role is not None:  # A class of another kind is the larger mistake.
+                    _model_class(config_class(), role)
                 raise
             config = config_class(**values)
         else:
             stored = {key: value for key, value in request.stored.items() if key != "transformers_version"}
-            config = _part_of(_config_class(str(stored.pop("model_type", None))).from_dict(stored), request.role)
+            config = _part_of(_config_class(str(stored.pop("model_type", None))).from_dict(stored), role)
             if values:
                 check_values(type(config), values)
                 config = type(config).from_dict({**config.to_dict(), **values})
@@ -105,12 +106,12 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
         message = str(error)
         where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
         raise UserError(f"{where}{message}") from None
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+    except (*UNBUILDABLE, StrictDataclassError) as error:
         raise UserError(f"{'.values' if values else ''}: {one_line(error)}") from None
     family = config.model_type
     is_known = any(family in MODEL_CLASSES[kind] for kind in ("encoder", "language_model"))
     is_encoder = family in MODEL_CLASSES["encoder"] or not (is_known or type(config) in CAUSAL)
-    return config, request.role or ("encoder" if is_encoder else "language_model")
+    return config, role or ("encoder" if is_encoder else "language_model")
 
 
 def _part_of(config: Any, role: Role | None) -> Any:
@@ -569,6 +570,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         request = ShapeRequest(**json.loads(line))
         try:
-            print(json.dumps({"card": walk(request).to_json()}))
+            print(json.dumps({"card": json.dumps(asdict(walk(request)))}))
         except UserError as error:
             print(json.dumps({"error": str(error)}))

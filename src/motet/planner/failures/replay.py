@@ -26,6 +26,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from motet.errors import UserError
+from motet.named_files import read_text
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
 from motet.planner.reconfiguration.shard_map import Copy
@@ -55,7 +56,7 @@ def read_trace(path: Path) -> list[Change]:
     """Reads a trace, ordered by time: lines of milliseconds, `add` or `remove`, and the node's name (Bamboo's format,
     without a header). Events of the same millisecond form one change. Raises `UserError` naming the wrong line."""
     try:
-        rows = list(csv.reader(path.read_text().splitlines()))
+        rows = list(csv.reader(read_text(path).splitlines()))
     except OSError as error:
         raise UserError(
             f"--failures: {path} cannot be read ({error.strerror}); give a trace, or a rate like 6h"

@@ -47,6 +47,8 @@ MAX_VALUE_BYTES = 60 * 2**20
 MAX_SYNC_LENGTH = MAX_VALUE_BYTES // 6
 """Characters of values in one answer, unless one value is longer. JSON may take six bytes for each."""
 MAX_KEY_LENGTH = 200
+OWN_KEYS = ("node/", "alive/")
+"""Keys that the store writes when a node registers: a node that another client writes would never be silent."""
 _TICK_S = 0.02
 
 
@@ -77,6 +79,8 @@ class StoreContents:
                 return {"time": time.time()}
             case {"op": "create", "key": str(key), "value": str(value)} if 0 < len(key) <= MAX_KEY_LENGTH:
                 self._check_record(key, value)
+                if key.startswith(OWN_KEYS):
+                    raise MalformedMessageError(f"a request to write {key[:100]!r}, which the store writes itself")
                 with self._lock:
                     if key not in self._values:
                         if key.startswith("trial/"):
@@ -88,6 +92,8 @@ class StoreContents:
                     if node is None:
                         self._check_room_for_newcomers()
                     number = self._num_registered if node is None else node
+                    if number > self._num_registered:
+                        raise MalformedMessageError(f"a request for number {number}, before others were given")
                     self._num_registered = max(self._num_registered, number + 1)
                     self._deadlines[number] = now + max(FIRST_SIGN_S, self._silence_s)
                     self._set(f"node/{number}", "")
@@ -163,8 +169,8 @@ class StoreServer:
     def _serve(self, connection: socket.socket, peer: Any) -> None:
         with connection:
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     channel = accept_channel(connection, self._secret)
                 finally:
                     self._strangers.release()

@@ -359,7 +359,7 @@ def _log_in(client: Any) -> None:
 def _address_towards(servers: tuple[Address, ...]) -> str:
     """This machine's address on the way to the first server whose name is known."""
     for host, port in servers:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # Nothing is sent.

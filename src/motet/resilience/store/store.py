@@ -8,10 +8,10 @@ date, so a round of an agent costs one exchange, and reads cost nothing.
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 from motet.errors import UserError
+from motet.named_files import read_text
 
 SECRET_VARIABLE = "MOTET_RUN_SECRET"
 SHORTEST_SECRET = 16
@@ -64,14 +64,18 @@ def read_secret(secret_file: str | None) -> bytes:
     else:
         where = f"train.failures.secret_file: {secret_file}"
         try:
-            text = Path(secret_file).read_text(encoding="utf-8").strip()
+            text = read_text(secret_file).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where}: cannot be read ({error}); give a file that holds the secret") from None
+    try:
+        secret = text.encode()
+    except UnicodeEncodeError:  # Bytes of an environment variable that are no UTF-8.
+        raise UserError(f"{where}: is no text; `openssl rand -hex 32` prints a secret") from None
     if len(text) < SHORTEST_SECRET:
         raise UserError(
             f"{where}: holds fewer than {SHORTEST_SECRET} characters; `openssl rand -hex 32` prints a secret"
         )
-    return text.encode()
+    return secret
 
 
 def make_secret() -> bytes:

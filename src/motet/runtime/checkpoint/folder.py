@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,11 @@ def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, k
     _link(final.parent / "latest", final.name)
     if is_best:
         _link(final.parent / "best", final.name)
-    _delete_before(final, keep)
+    try:
+        _delete_before(final, keep)
+    except OSError as error:  # The new one is complete all the same.
+        told = f"{error.filename or final.parent} cannot be deleted ({error.strerror or error})"
+        print(f"train.output: {told}; training goes on", file=sys.stderr, flush=True)
 
 
 def abandon(partial: Path) -> None:
@@ -130,6 +135,15 @@ def _delete_before(newest: Path, keep: int) -> None:
     surplus = [path for path in whole if path not in superseded][:-keep]
     delete_checkpoints([*superseded, *(path for path in surplus if path.resolve() != best)])
     for path in folder.glob(f"step_*{PARTIAL}"):
+        if _NAME.fullmatch(path.name.removesuffix(PARTIAL)):
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder. Of a link only itself, as what it leads to is not this folder's."""
+    if path.is_symlink():
+        path.unlink()
+    else:
         shutil.rmtree(path)
 
 
@@ -162,12 +176,14 @@ def delete_checkpoints(checkpoints: Iterable[Path]) -> None:
         partial = path.with_name(path.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         path.rename(partial)
-        shutil.rmtree(partial)
+        _delete(partial)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Raises `UserError` if it is missing or damaged, or if it is of another step than the folder's name says."""
     try:
+        if not (checkpoint / MANIFEST).is_file():  # Reading a pipe would not end.
+            raise FileNotFoundError
         manifest = Manifest.from_json((checkpoint / MANIFEST).read_text())
         if _NAME.fullmatch(checkpoint.name) and manifest.state.step != step_of(checkpoint):
             raise ValueError(f"it states step {manifest.state.step}")
@@ -176,7 +192,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(
             f"train.resume: {checkpoint} is not a checkpoint: {MANIFEST} is missing; give another, or latest"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"train.resume: {checkpoint / MANIFEST} is damaged ({error}); use another checkpoint") from None
 
 

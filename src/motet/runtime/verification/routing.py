@@ -65,7 +65,8 @@ class _TopK(TorchFunctionMode):
 
     def __init__(self, router: Any, replaced: Tensor | None = None) -> None:
         super().__init__()
-        self._num_experts, self._replaced = router.weight.shape[0], replaced
+        matrix = next(parameter for parameter in router.parameters() if parameter.dim() == 2)
+        self._num_experts, self._replaced = matrix.shape[0], replaced
         self.scores: Tensor | None = None
         self.of_groups: Tensor | None = None
         """Scores of all experts, where groups are chosen first, by which those of other groups are masked."""
