@@ -5,6 +5,7 @@ own. The right run file trains an image and a sound encoder with a language mode
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -128,6 +129,8 @@ VALUES = {
     "train.step_timeout_s": (0, 1e300),
     "train.failures.slow_ratio": (1, 0, "slow"),
     "train.eps": (0, -1e-8),
+    "train.output": ("",),
+    "model.language_model.train.lora.rank": (0, 10**9),
     "cluster.num_devices": (0, -1, "all"),
     "cluster.device": ("gpu", "tpu", 1),
     "parallel.planner": ("best", 1),
@@ -195,6 +198,8 @@ def _of_models() -> Iterator[WrongInput]:
         (f"{language}.hidden_act", "nope", "hidden_act: is 'nope'; give one of gelu"),
         (f"{language}.hidden_act", "sillu", "hidden_act: is 'sillu'; did you mean 'silu'"),
         (f"{language}.hidden_act", 3, "hidden_act: is 3"),
+        (f"{language}.quantization_config", "{load_in_8bit: true}", "quantization_config: quantized weights cannot"),
+        (f"{language}.partial_rotary_factor", 7, "partial_rotary_factor: is (not a known key|7)"),
         (f"{language}.rope_theta", -1, "rope_theta: is -1; give a number above 0"),
         (f"{language}.rope_theta", 0, "rope_theta: is 0; give a number above 0"),
         (f"{language}.rope_theta", ".inf", "rope_theta: is (inf|'inf'|'Infinity'|None)"),
@@ -288,6 +293,8 @@ def _of_samples() -> Iterator[WrongInput]:
     yield WrongInput("/dev/zero as an image", "there is no such file", change=with_record(image="/dev/zero"))
     yield WrongInput("an address as an image", "nothing is downloaded", change=with_record(image="http://x/y.png"))
     yield WrongInput("a data URL that is none", "is not base64", change=with_record(image="data:image/png;base64,@"))
+    yield WrongInput("an id that is a list", r"train.jsonl:1: id: is \[1\]; give a text", change=with_record(id=[1]))
+    yield WrongInput("an id that is NaN", "train.jsonl:1: id: is nan; give a text", change=with_record(id=math.nan))
     yield WrongInput(
         "an id twice",
         "train.jsonl:2: id 'heard' stands at train.jsonl:1 too; give each sample its own",

@@ -13,7 +13,7 @@ class LoraOptions(Section):
     """Low-rank adapters on linear layers of the module's transformer blocks (Hu et al. 2021, "LoRA"), made by peft.
     They are trained, and the module's own weights are frozen. Needs the extra `lora`."""
 
-    rank: Count = 8
+    rank: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Number of rows of an adapter's first matrix."""
     alpha: PositiveNumber = 16.0
     """The output of an adapter is multiplied by alpha / rank."""

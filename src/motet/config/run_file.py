@@ -227,7 +227,7 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
-    output: str = "runs/motet"
+    output: Annotated[str, Field(min_length=1)] = "runs/motet"
     """Folder for everything that the run writes. One run at a time may use it."""
     overwrite: bool = False
     """Whether to delete the checkpoints of an earlier run in `output`; needed if they exist and the run does not resume

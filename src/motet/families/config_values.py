@@ -23,11 +23,15 @@ SAME_KEY = 0.85
 """Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
 OF_ALL_CONFIGS = {"attn_implementation", "experts_implementation", "dtype", "torch_dtype", "is_decoder"}
 """Arguments of every configuration that no signature names, and what motet sets for caption decoders of any family."""
+REFUSED = {"quantization_config": "quantized weights cannot be trained"}
+"""Keys of every configuration that motet does not obey, and why."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 POSITIVE = re.compile(r"(theta|base_freq|(^|_)eps(ilon)?)$")
 """Names of numbers that are divided by, or whose logarithm is taken."""
 SHARE = re.compile(r"(drop_?out|_drop|pdrop|layerdrop|drop_path_rate)(_prob|_rate|_p)?$")
 """Names of shares of what is left out."""
+PART = "partial_rotary_factor"
+"""Name of the share of a head's numbers that is rotated."""
 MULTIPLIER = re.compile(r"(^|_)(scale|scaling|multiplier|factor)(_|$)")
 """Names of numbers that need not be whole, though the usual one may be."""
 SIDES = re.compile(r"image|patch|kernel|stride|window")
@@ -44,6 +48,8 @@ def check_values(config_class: type[PretrainedConfig], values: Mapping[str, Any]
     known = {*usual, *config_class.attribute_map, *config_class.attribute_map.values()} - {"self"}
     for key, value in values.items():
         place = f"{where}.{key}"
+        if key in REFUSED:
+            raise UserError(f"{place}: {REFUSED[key]}; leave it out")
         near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
         # `decoder_layers` is none of `encoder_layers`.
         is_misspelt = key not in known and bool(near) and near[0][0] == key[0]
@@ -88,6 +94,8 @@ def _check_value(key: str, value: Any, default: Any, place: str) -> None:
             raise UserError(f"{place}: is {value}; give a number above 0")
         if SHARE.search(key) and not 0 <= value < 1:
             raise UserError(f"{place}: is {value}; give at least 0 and less than 1")
+        if key == PART and not 0 < value <= 1:
+            raise UserError(f"{place}: is {value}; give more than 0 and at most 1")
     elif POSITIVE.search(key) and value is not None:
         raise UserError(f"{place}: is {value!r}; give a number above 0")
     if isinstance(default, str) and default in ACT2FN and not (isinstance(value, str) and value in ACT2FN):
@@ -150,6 +158,8 @@ def _check_rope(value: Any, place: str) -> None:
             _is_number(inner) and 0 < inner < math.inf
         ):
             raise UserError(f"{place}.{key}: is {inner!r}; give a number above 0")
+        elif key == PART and not (_is_number(inner) and 0 < inner <= 1):
+            raise UserError(f"{place}.{key}: is {inner!r}; give more than 0 and at most 1")
 
 
 def _is_count(value: Any) -> bool:

@@ -82,3 +82,13 @@ def test_what_cannot_be_deleted_is_told_and_ends_nothing(folder: Path, capsys: p
     assert names(folder) == ["step_00000002", "step_00000003"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"train.output: {folder / 'step_00000009.tmp'} cannot be deleted (Not a directory); training goes on"
+
+
+def test_a_folder_in_the_place_of_a_link_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "latest").unlink()
+    (folder / "latest" / "mine").mkdir(parents=True)
+    save(folder, 3)
+    assert (folder / "latest" / "mine").is_dir()
+    assert "step_00000003" in names(folder)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.output: {folder / 'latest'} cannot be deleted (")

@@ -106,7 +106,8 @@ def measure_links(device: torch.device, repetitions: int = 15) -> MeasuredLinks:
         def exchange(whole: torch.Tensor = whole) -> None:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=pair)
 
-        for name, run in zip(names, (one_way, add, gather, scatter, exchange), strict=True):
+        runs: tuple[Callable[[], object], ...] = (one_way, add, gather, scatter, exchange)
+        for name, run in zip(names, runs, strict=True):
             seconds = _median_s(run if is_member else _nothing, repetitions, device)
             times[name].append(seconds / 2 if name == "message" else seconds)  # There and back are two messages.
         sizes.append(4.0 * num_elements)

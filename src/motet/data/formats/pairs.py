@@ -15,7 +15,7 @@ from typing import Any
 from motet.config import USUAL_LIMITS, FileLimits
 from motet.data.example import PLACEHOLDERS, Example, Message, Modality
 from motet.data.formats.conversations import read_records
-from motet.data.formats.records import RecordReader, check_ids, is_text
+from motet.data.formats.records import RecordReader, check_ids, example_id, is_text
 from motet.errors import UserError
 
 
@@ -76,4 +76,4 @@ def _example(
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     messages = (Message("user", record["text"].strip()),) if "text" in given else ()
-    return Example(id=str(record.get("id", where)), messages=messages, media=media, where=where)
+    return Example(id=example_id(record.get("id"), where, where), messages=messages, media=media, where=where)

@@ -78,9 +78,8 @@ class RecordReader:
             conversation = _Conversation(self, record, where, stored)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        given = record.get("id")
         return Example(
-            id=str(given if given is not None else name or where),
+            id=example_id(record.get("id"), name or where, where),
             messages=conversation.messages,
             media=conversation.media,
             where=where,
@@ -118,6 +117,15 @@ class RecordReader:
                 "data.limits.outside_folders: true"
             )
         return kind.open(folder / path, self.limits)
+
+
+def example_id(given: Any, otherwise: str, where: str) -> str:
+    """The id that a record gives, if it does. Raises `UserError` beginning with `where`."""
+    if given is None:
+        return otherwise
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise UserError(f"{where}: id: is {_short(given)}; give a text or a whole number")
+    return str(given)
 
 
 def _is_inside(folder: Path, path: str) -> bool:

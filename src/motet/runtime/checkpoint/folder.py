@@ -111,13 +111,13 @@ def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, k
         final.rename(replaced)
     partial.rename(final)
     _flush(final.parent)
-    _link(final.parent / "latest", final.name)
-    if is_best:
-        _link(final.parent / "best", final.name)
     try:
+        _link(final.parent / "latest", final.name)
+        if is_best:
+            _link(final.parent / "best", final.name)
         _delete_before(final, keep)
     except OSError as error:  # The new one is complete all the same.
-        told = f"{error.filename or final.parent} cannot be deleted ({error.strerror or error})"
+        told = f"{error.filename2 or error.filename or final.parent} cannot be deleted ({error.strerror or error})"
         print(f"train.output: {told}; training goes on", file=sys.stderr, flush=True)
 
 
