@@ -187,7 +187,8 @@ def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool,
 
 
 class _Blocks(nn.ModuleList):
-    """A model's blocks. Their slices, which many forwards go through, are lists: new modules take their time."""
+    """A list of blocks whose slices are plain lists: many models' forwards take a slice, and a new `ModuleList` for it
+    is slow to make."""
 
     def __getitem__(self, index: Any) -> Any:
         return [*self][index] if isinstance(index, slice) else super().__getitem__(index)
@@ -247,6 +248,7 @@ def _class_with_place(block_class: Any) -> type[nn.Module]:
 
     names = {"__call__": call, "__module__": block_class.__module__}
     made: Any = type(block_class.__name__, (block_class,), names)
-    if "forward" in vars(made):  # transformers wraps that of every new class, as it has the one of `block_class`.
+    # transformers wraps the forward of every new class; that of `block_class` is wrapped already.
+    if "forward" in vars(made):
         del made.forward
     return made
