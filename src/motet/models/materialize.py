@@ -304,6 +304,16 @@ def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
     model.initialize_weights()
 
 
+def compute_constants(model: Any) -> None:
+    """Computes the constant buffers of a model again, in torch's default dtype, as `materialize` and `from_pretrained`
+    do. Constructors run in the dtype of the model, in which constants such as GPT-J's table of positions round
+    otherwise."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    with torch.random.fork_rng(devices=[]):
+        _initialize(model, list(model.modules()), seed=0)
+
+
 def layer_seed(seed: int, name: str, layer: int) -> int:
     """Returns the seed of the random weights of a layer of the module `name`, or of its projector."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{layer}".encode()).digest()[:7])
