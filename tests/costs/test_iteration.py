@@ -143,9 +143,9 @@ def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     forward = Compute(Kind.FORWARD, CELL)
     layers = table.of("text", 1).layers
     overhead = sum(layer.forward.constant for layer in layers)
-    # Two blocks gather 2 heads of keys and of values, 16 wide, of 240 tokens: one step with half of the bytes.
+    # Two blocks gather 2 heads of keys and of values, 16 wide, of 240 tokens, one after the other: half of the bytes.
     link = LINKS["loopback"]
-    exchange = 2 * (link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
+    exchange = 2 * (2 * link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
     shared = (one.compute_s(forward) - overhead) / 2 + overhead + exchange
     assert two.compute_s(forward) == pytest.approx(shared)
 
@@ -174,7 +174,7 @@ def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
     shared, one = (bind(cut_encoder(*cp), table=table, cluster=cpu_cluster(16)) for cp in (sizes, (1, 1, 1, 1, 1)))
     link, tokens = LINKS["loopback"], 144 * 64 * 4
     gather = link.latency_s + tokens / 2 / link.bytes_per_s
-    keys = link.latency_s + 2 * tokens / 2 / link.bytes_per_s
+    keys = 2 * link.latency_s + 2 * tokens / 2 / link.bytes_per_s  # In two portions.
     layers = table.of("vision", 1).layers
     for i, cp in enumerate(sizes):
         is_block, cell = i in (1, 2), Cell("vision", 0, i, 0)
@@ -242,8 +242,9 @@ def test_a_block_is_gathered_while_the_one_before_it_computes(bytes_per_s, is_sl
 
 @pytest.mark.parametrize("bytes_per_s", [1e12, 1e6])
 def test_attention_hides_the_keys_that_travel_meanwhile(bytes_per_s):
-    """A ring of four hides all hops of a forward but for what takes longer than three quarters of the attention;
-    gathers in two portions hide one; what is traded for heads is waited for."""
+    """A ring of four hides all hops of a forward but for what takes longer than three quarters of the attention, and of
+    gradients, which make one hop more, all but the last; gathers in two portions hide one; what is traded for heads is
+    waited for."""
     link = Link(name="given", latency_s=1e-9, bytes_per_s=bytes_per_s)
     cluster = replace(cluster_from_dict({"num_devices": 4, "device": "h100"}), within_node=link)
     attention = TEXT.layers[1].attention
@@ -260,13 +261,15 @@ def test_attention_hides_the_keys_that_travel_meanwhile(bytes_per_s):
         num_bytes = 3 * 12 * attention.num_heads * attention.head_dim * load.tokens
         device = cluster.device
         sums_s = num_bytes / device.memory_bytes_per_s / device.memory_efficiency if method == "ring" else 0.0
-        pass_s = 3 * link.latency_s + 0.75 * keys_bytes / link.bytes_per_s
+        num_portions = 2 if method == "all_gather" else 1
+        pass_s = num_portions * 3 * link.latency_s + 0.75 * keys_bytes / link.bytes_per_s
         for kind, cost in ((Kind.FORWARD, layer.forward), (Kind.INPUT, layer.input_gradient)):
             attention_s = cost.per_pair * load.pairs + cost.per_token_squared * load.tokens_squared
             assert attention_s > 0
             passes = 1 if kind is Kind.FORWARD else 2
             if method == "ring":
-                hidden_s = min((passes if passes == 1 else 1.75) * pass_s, 0.75 * attention_s)
+                hidden_s = min(passes * pass_s, 0.75 * attention_s)
+                passes += (kind is Kind.INPUT) / 3
             else:
                 hidden_s = min(passes * pass_s / 2, attention_s / 2)
             found = costs.group_communication_s(Compute(kind, CELL))

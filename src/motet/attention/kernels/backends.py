@@ -225,11 +225,11 @@ class CpuBackend:
         query, key, value = inputs
         if not query.numel() or not key.numel():
             return query.new_zeros((*query.shape[:3], value.shape[3])), (query.new_full(query.shape[:3], -math.inf),)
-        allowed = _allowed(mask)
+        bias, sees_none = _bias(mask, query.dtype)
         out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_of_one_width(inputs), attn_mask=_bias(allowed, query.dtype), scale=scale
+            *_of_one_width(inputs), attn_mask=bias, scale=scale
         )
-        log_sums = (log_sums * LOG2_E).masked_fill(~allowed.any(-1)[:, None], -math.inf)
+        log_sums = (log_sums * LOG2_E).masked_fill(sees_none, -math.inf)
         return out[..., : value.shape[3]], (log_sums,)
 
     def backward(
@@ -248,7 +248,7 @@ class CpuBackend:
             log_sums,
             0.0,
             False,
-            attn_mask=_bias(_allowed(mask), query.dtype),
+            attn_mask=_bias(mask, query.dtype)[0],
             scale=scale,
         )
         return d_query[..., : query.shape[3]], d_key[..., : key.shape[3]], d_value[..., : value.shape[3]]
@@ -265,15 +265,12 @@ class CpuBackend:
         return self.backward(d_out.to(dtype), inputs, out.to(dtype), (log_sums,), mask, scale)
 
 
-@lru_cache(maxsize=8)
-def _allowed(mask: DeviceMask) -> Tensor:
-    """[B, Q, K], bool. Layers, heads and passes of a microbatch share one."""
-    return mask.dense()
-
-
-def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores [B, 1, Q, K]."""
-    return torch.zeros(allowed[:, None].shape, dtype=dtype).masked_fill_(~allowed[:, None], -math.inf)
+@lru_cache(maxsize=4)
+def _bias(mask: DeviceMask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]. Layers and passes of a
+    microbatch share them."""
+    bias = torch.where(mask.dense(), 0.0, -math.inf).to(dtype)[:, None]
+    return bias, bias.amax(-1) == -math.inf
 
 
 def _at_least_float32(inputs: QueryKeyValue) -> QueryKeyValue:
