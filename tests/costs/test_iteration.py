@@ -1,6 +1,6 @@
 """The costs of actions and messages: by hand on a small problem, frozen and trainable, packed into stages at will."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from bound_costs import (
 
 from motet.cluster import LINKS, Link, cluster_from_dict, cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.costs.cost_model import Load
+from motet.costs.cost_model import LayerCost, Load, ModuleCosts, Quadratic, Sharing
 from motet.costs.memory import MemoryOptions
 from motet.plan import ContextOptions, Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce
@@ -148,6 +148,33 @@ def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     exchange = 2 * (2 * link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
     shared = (one.compute_s(forward) - overhead) / 2 + overhead + exchange
     assert two.compute_s(forward) == pytest.approx(shared)
+
+
+def test_groups_that_were_measured_cost_what_was_measured():
+    """As functions of one rank's load, exchanges included. A group over nodes pays what its links take beyond those of
+    a node."""
+    ring, quadratic = ContextOptions(method="ring"), Quadratic(constant=0.5, per_token=1e-3, per_pair=1e-6)
+    layer = LayerCost(**{part.name: quadratic for part in fields(LayerCost)})
+    measured = ModuleCosts(layers=(layer,) * 4, stage_forward=Quadratic(constant=0.25))
+    table = replace(TABLE, groups={"text": {Sharing.of(1, 2, ring, 1): measured}})
+    cluster = cluster_from_dict({"num_devices": 4, "device": "a100-40", "devices_per_node": 2})
+    slow = replace(cluster.between_nodes, latency_s=cluster.within_node.latency_s + 3.0, bytes_per_s=1e15)
+    cluster = replace(cluster, within_node=replace(cluster.within_node, bytes_per_s=1e15), between_nodes=slow)
+    forward, backward = Compute(Kind.FORWARD, CELL), Compute(Kind.INPUT, CELL)
+    plan = cut_plan(cp_size=2)
+    (stage,) = plan.modules["text"].replicas[0].stages
+    for ranks, is_apart in ((((0, 1), (2, 3)), False), (((0, 2), (1, 3)), True)):
+        replicas = tuple(Replica(stages=(replace(stage, ranks=own),)) for own in ranks)
+        text = replace(plan.modules["text"], context=ring, replicas=replicas)
+        costs = bind(replace(plan, modules={"text": text}, num_microbatches=2), LONG, table=table, cluster=cluster)
+        of_layer = quadratic.seconds(costs.load(CELL).share(2))
+        # Keys of two blocks make one hop; in a backward one more, and gradients two.
+        assert costs.compute_s(forward) == pytest.approx(0.25 + 4 * of_layer + 2 * 3.0 * is_apart)
+        assert costs.compute_s(backward) == pytest.approx(3 * of_layer + 2 * 9.0 * is_apart)
+        assert (costs.group_communication_s(forward) > 3.0) == is_apart
+    # Of another method nothing was measured.
+    unmeasured = bind(plan, LONG, table=table, cluster=cluster).compute_s(forward)
+    assert unmeasured == bind(plan, LONG, cluster=cluster).compute_s(forward)
 
 
 def test_between_groups_of_unequal_size_each_place_sends_each_place_a_piece():
