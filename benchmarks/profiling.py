@@ -24,7 +24,8 @@ def measure_costs(
 ) -> CostTable:
     """`config`: with everything trainable; the profiler itself freezes what a measurement wants frozen. `degrees`:
     under which layers are measured; the number of replicas does not matter."""
-    shared = {Sharing.of(each.tp, each.cp, each.context, each.ep): each.context for each in degrees}
+    shared = {Sharing(each.tp): ContextOptions() for each in degrees}
+    shared |= {Sharing.of(each.tp, each.cp, each.context, each.ep): each.context for each in degrees}
     first, *others = [
         launch(_measure, config, batch, replace(options, sharing=sharing), context, num_processes=2)
         for sharing, context in sorted(shared.items(), key=lambda item: item[0])
