@@ -28,10 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from motet.addresses import address_text, interface_towards
-from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
@@ -59,7 +56,7 @@ from motet.resilience.store.etcd import EtcdAddress, EtcdStore, StoreAddress
 from motet.resilience.store.store import Store, StoreAwayError, StoreLostError, make_secret, read_secret
 from motet.resilience.succession import Succession
 from motet.resilience.training_end import TrainingEnd, begin_training, first_membership, watch_training
-from motet.runtime.launch import WorkerFailedError
+from motet.runtime.launch import WorkerFailedError, share_cores
 
 LOOPBACK = "127.0.0.1"
 ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
@@ -330,7 +327,7 @@ def _run_process(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     os.environ |= OUTLIVING_PEERS
-    torch.set_num_threads(max(1, available_cores() // (node_size * nodes_here)))
+    share_cores(node_size * nodes_here)
     link = AgentLink(pipe)
     try:
         TrainingProcess(config, link, node_size, needs).run()

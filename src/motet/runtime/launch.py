@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from motet.cluster import available_cores
 from motet.devices import barrier
-from motet.environment import is_first_process
+from motet.environment import gives_threads, is_first_process
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 
@@ -185,6 +185,13 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         raise SystemExit(2 if failure.is_user_error else 1) from None
 
 
+def share_cores(num_processes: int) -> None:
+    """Gives torch, in one of so many processes of this machine, as many threads as its share of the cores, unless the
+    user has said how many it takes."""
+    if not gives_threads():
+        torch.set_num_threads(max(1, available_cores() // num_processes))
+
+
 @contextmanager
 def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = None) -> Iterator[None]:
     """The process group that the environment describes. `rendezvous`: the file through which ranks meet; None: where
@@ -192,7 +199,7 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device != "cpu":
         torch.accelerator.set_device_index(local_rank)
-    torch.set_num_threads(max(1, available_cores() // local_size))
+    share_cores(local_size)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         init_method=None if rendezvous is None else f"file://{rendezvous}",

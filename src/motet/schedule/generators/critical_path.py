@@ -11,6 +11,8 @@ Limits: no proof of any kind. Forwards may run far ahead, as far as the memory a
 are held. Of large problems fewer policies are tried (`MAX_TRIED`).
 """
 
+from math import inf
+
 import numpy as np
 
 from motet.schedule.action import Durations, unit_duration
@@ -33,28 +35,22 @@ MAX_TRIED = 12_000
 def critical_path(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs`: durations that paths are measured by; by default a backward takes twice as long as a forward."""
     ranks = Ranks(routes)
-    best_s: list[float] = []
-    lists: list[list[int]] = []
-    for number, policy in enumerate(POLICIES):
-        clock = ListClock(routes, ranks, costs or unit_duration, {}, memory, policy=policy, splits=True)
-        if number == 0:
-            lists, best_s = clock.run(), clock.ended_s
-            num_cells = np.bincount(np.array(clock.pipeline)[routes.cell_stage], minlength=len(best_s))
-            # The same number for a pipeline, whether others are simulated too or not.
-            num_tries = np.maximum(1, MAX_TRIED // np.maximum(1, num_cells)).tolist()
-        elif number >= max(num_tries):
-            break
-        else:
-            tried = clock.run()
-            is_better = [
-                number < num_tries[p] and new_s < old_s
-                for p, (new_s, old_s) in enumerate(zip(clock.ended_s, best_s, strict=True))
-            ]
-            for unit, stages in enumerate(ranks.stages_of_unit):
-                if stages and is_better[clock.pipeline[stages[0]]]:
-                    lists[unit] = tried[unit]
-            best_s = [
-                new_s if better else old_s
-                for new_s, old_s, better in zip(clock.ended_s, best_s, is_better, strict=True)
-            ]
+    clock = ListClock(routes, ranks, costs or unit_duration, memory, splits=True)
+    num_cells = np.bincount(np.array(clock.pipeline)[routes.cell_stage], minlength=clock.num_pipelines)
+    # The same number for a pipeline, whether others are simulated too or not.
+    num_tries = np.maximum(1, MAX_TRIED // np.maximum(1, num_cells)).tolist()
+    lists: list[list[int]] = [[] for _ in ranks.stages_of_unit]
+    best_s = [inf] * clock.num_pipelines
+    for number, policy in enumerate(POLICIES[: max(num_tries)]):
+        tried = clock.run(policy)
+        is_better = [
+            number < num_tries[p] and new_s < old_s
+            for p, (new_s, old_s) in enumerate(zip(clock.ended_s, best_s, strict=True))
+        ]
+        for unit, stages in enumerate(ranks.stages_of_unit):
+            if stages and is_better[clock.pipeline[stages[0]]]:
+                lists[unit] = tried[unit]
+        best_s = [
+            new_s if better else old_s for new_s, old_s, better in zip(clock.ended_s, best_s, is_better, strict=True)
+        ]
     return ranks.schedule(routes, lists)
