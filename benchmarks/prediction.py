@@ -201,10 +201,9 @@ def main(arguments: list[str] | None = None) -> Report:
         num_microbatches=3,
         repetitions=args.repetitions,
         max_seconds=60.0,
-        tp_sizes=(1, 2),
     )
     args.costs.parent.mkdir(parents=True, exist_ok=True)
-    measure_costs(config, batch, options).save(args.costs)
+    measure_costs(config, batch, options, (Degrees(), Degrees(tp=2))).save(args.costs)
 
     computed = {
         f"{i}": evaluation_of(case, config, batch, args.costs, is_emulated=False)

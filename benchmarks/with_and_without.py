@@ -4,7 +4,7 @@ mechanism and without, on two processes that compute.
 Costs are profiled before anything is run: of each model one table. Then all alternatives take turns, each a whole
 training step with its optimizer. A ratio is the seconds with the mechanism over those without. Of LoRA, seconds of
 forwards and backwards are compared too: the sums of both ranks' actions in measured and simulated timelines. Long
-samples have motet's own attention under every layout, as context parallelism has: on CPUs it is slower than torch's.
+samples have motet's own attention under every layout, as context parallelism has.
 
 Not here: messages in shares of rows need two tensor-parallel groups, so four processes (`message_bytes.py` counts
 their bytes).
@@ -106,7 +106,6 @@ class Model:
     """Of all replicas together."""
     profiled_sizes: tuple[int, ...]
     """Samples of a profiled microbatch."""
-    tp_sizes: tuple[int, ...] = (1,)
 
 
 def models(num_blocks: int, width: int) -> dict[str, Model]:
@@ -125,7 +124,7 @@ def models(num_blocks: int, width: int) -> dict[str, Model]:
         "dense, LoRA": _model(with_lora(dense, rank=8), 16, 64, num_microbatches=4),
         # Of a single sample, dense attention over the row is that of the sample.
         "long": _model(with_own_attention(long), 4, 1024, num_microbatches=4, profiled_sizes=(1,)),
-        "experts": _model(experts, 16, 128, num_microbatches=4, tp_sizes=(1, 2)),
+        "experts": _model(experts, 16, 128, num_microbatches=4),
     }
 
 
@@ -136,7 +135,6 @@ def _model(
     *,
     num_microbatches: int,
     profiled_sizes: tuple[int, ...] = (2, 4),
-    tp_sizes: tuple[int, ...] = (1,),
 ) -> Model:
     return Model(
         config,
@@ -144,7 +142,6 @@ def _model(
         SyntheticBatch(config, num_samples=num_samples, num_text_tokens=(length // 2, length)),
         num_microbatches,
         profiled_sizes,
-        tp_sizes,
     )
 
 
@@ -225,9 +222,9 @@ def main(arguments: list[str] | None = None) -> Report:
                 num_microbatches=4,
                 repetitions=args.repetitions,
                 max_seconds=15.0,
-                tp_sizes=known[model].tp_sizes,
             )
-            table = measure_costs(known[model].config, known[model].profiled, options)
+            degrees = [each.degrees for each in chosen.values() if each.model == model]
+            table = measure_costs(known[model].config, known[model].profiled, options, (Degrees(), *degrees))
             table.save(costs)
             fits.append(f"{model}: {table.message}, {table.all_reduce}, {table.notes}")
             evaluations |= {

@@ -17,7 +17,7 @@ from motet.config import RunConfig, chosen_run, load_run_config, phases_of
 from motet.environment import is_first_process, set_environment
 from motet.errors import UserError
 from motet.named_files import read_text
-from motet.plan import LANGUAGE_MODEL, Plan
+from motet.plan import LANGUAGE_MODEL, ContextOptions, Plan
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ class Prediction:
 def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     """Measures the costs of each layer on this machine, on as many processes as the run file has devices.
 
-    Modules are measured at the tensor-parallel sizes of `parallel.explicit`. Write `CostTable.to_json` to a file and
-    name it in `cluster.costs`.
+    Modules are measured at the tensor-parallel sizes of `parallel.explicit`, and where it gives them context
+    parallelism or experts over ranks, with these too. Write `CostTable.to_json` to a file and name it in
+    `cluster.costs`.
     """
     set_environment()
     config = _config(run, overrides)
@@ -93,34 +94,37 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
             "model: the layers of a whole model's encoder run together and cannot be profiled one by one; leave "
             "cluster.costs out, and costs are computed"
         )
-    from motet.costs.cost_model import ModuleCosts
+    from motet.costs.cost_model import Sharing
     from motet.families.configured_graph import read_graph
+    from motet.planner.from_run_file import explicit_degrees
     from motet.runtime.launch import launch
     from motet.runtime.profile_worker import profile_worker
 
     batch = read_batch(config)
-    all_names = read_graph(config).names
-    modules_of_size: dict[int, list[str]] = {1: list(all_names)}
-    for name, given in config.parallel.explicit.items():
+    graph = read_graph(config)
+    per_node = config.cluster.num_devices // config.cluster.num_nodes
+    context = ContextOptions()
+    modules_shared: dict[tuple[Sharing, ContextOptions], list[str]] = {(Sharing(), context): list(graph.names)}
+    for name, given in explicit_degrees(config, graph.workloads).items():
         if given.tp > 1:
-            modules_of_size.setdefault(given.tp, []).append(name)
-    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in all_names}
-    tables = []
-    for tp_size, names in sorted(modules_of_size.items()):
-        table = launch(
+            modules_shared.setdefault((Sharing(given.tp), context), []).append(name)
+        sharing = Sharing.of(given.tp, given.cp, given.context, given.ep)
+        if sharing != Sharing(given.tp) and sharing.num_ranks <= per_node:
+            modules_shared.setdefault((sharing, given.context), []).append(name)
+    first, *others = [
+        launch(
             profile_worker,
             config,
             batch,
             tuple(names),
-            tp_size,
-            num_processes=max(1, config.cluster.num_devices // config.cluster.num_nodes // tp_size) * tp_size,
+            sharing,
+            options,
+            num_processes=max(1, per_node // sharing.num_ranks) * sharing.num_ranks,
             device=config.cluster.device,
         )
-        tables.append(table)
-        for name in names:
-            costs[name][tp_size] = table.of(name, tp_size)
-    notes = {key: note for table in tables for key, note in table.notes.items()}
-    return replace(tables[0], modules=costs, notes=notes)
+        for (sharing, options), names in sorted(modules_shared.items(), key=lambda item: item[0][0])
+    ]
+    return first.with_costs_of(others)
 
 
 def make_plan(

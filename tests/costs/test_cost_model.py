@@ -1,13 +1,25 @@
 """Cost tables: arithmetic, files, and what is wrong with files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 
-from motet.costs.cost_model import ZERO, CostTable, LayerCost, LinkCost, Load, ModuleCosts, Quadratic, total
+from motet.costs.cost_model import (
+    ZERO,
+    CostTable,
+    LayerCost,
+    LinkCost,
+    Load,
+    ModuleCosts,
+    Quadratic,
+    Sharing,
+    total,
+)
 from motet.errors import UserError
+from motet.plan import ContextOptions
 
 LAYER = LayerCost(
     forward=Quadratic(constant=1.0, per_token=2.0, per_pair=3.0),
@@ -52,6 +64,29 @@ def test_file_round_trip(tmp_path):
     assert CostTable.load(path) == TABLE
     # Layers of equal cost stand in the file once.
     assert path.read_text().count('"per_pair"') == 1
+
+
+def test_tables_of_several_measurements_are_one(tmp_path: Path) -> None:
+    """With tensor parallelism, and with groups that share tokens or experts."""
+    hybrid = Sharing.of(1, 4, ContextOptions(method="hybrid"), 1)
+    experts = Sharing.of(2, 1, ContextOptions(method="hybrid"), 4)
+    assert (hybrid.name, experts.name) == ("tp_size 1, cp_size 4, hybrid 2", "tp_size 2, ep 4")
+    assert (hybrid.num_ranks, experts.num_ranks, Sharing(2, ep=2).num_ranks) == (4, 4, 2)
+    costs = ModuleCosts(layers=(LAYER, OTHER))
+    others = [
+        replace(TABLE, modules={"m": {2: costs}}, notes={"m, tp_size 2": {}}),
+        replace(TABLE, modules={}, groups={"m": {hybrid: costs}}),
+        replace(TABLE, modules={}, groups={"m": {experts: costs}}),
+    ]
+    table = TABLE.with_costs_of(others)
+    table.save(tmp_path / "costs.json")
+    assert CostTable.load(tmp_path / "costs.json") == table
+    assert set(table.modules["m"]) == {1, 2}
+    assert set(table.notes) == {"ranks", "m, tp_size 2"}
+    assert table.of_group("m", hybrid) == table.of_group("m", experts) == costs
+    assert table.of_group("m", Sharing.of(1, 4, ContextOptions(method="ring"), 1)) is None
+    assert table.of_groups("m", 1, 4) == [costs]
+    assert table.of_groups("m", 1, 1) == []
 
 
 def test_what_the_table_does_not_have():

@@ -1,6 +1,6 @@
 """The costs of actions and messages: by hand on a small problem, frozen and trainable, packed into stages at will."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from bound_costs import (
 
 from motet.cluster import LINKS, Link, cluster_from_dict, cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.costs.cost_model import Load
+from motet.costs.cost_model import LayerCost, Load, ModuleCosts, Quadratic, Sharing
 from motet.costs.memory import MemoryOptions
 from motet.plan import ContextOptions, Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce
@@ -143,11 +143,38 @@ def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     forward = Compute(Kind.FORWARD, CELL)
     layers = table.of("text", 1).layers
     overhead = sum(layer.forward.constant for layer in layers)
-    # Two blocks gather 2 heads of keys and of values, 16 wide, of 240 tokens: one step with half of the bytes.
+    # Two blocks gather 2 heads of keys and of values, 16 wide, of 240 tokens, one after the other: half of the bytes.
     link = LINKS["loopback"]
-    exchange = 2 * (link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
+    exchange = 2 * (2 * link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
     shared = (one.compute_s(forward) - overhead) / 2 + overhead + exchange
     assert two.compute_s(forward) == pytest.approx(shared)
+
+
+def test_groups_that_were_measured_cost_what_was_measured():
+    """As functions of one rank's load, exchanges included. A group over nodes pays what its links take beyond those of
+    a node."""
+    ring, quadratic = ContextOptions(method="ring"), Quadratic(constant=0.5, per_token=1e-3, per_pair=1e-6)
+    layer = LayerCost(**{part.name: quadratic for part in fields(LayerCost)})
+    measured = ModuleCosts(layers=(layer,) * 4, stage_forward=Quadratic(constant=0.25))
+    table = replace(TABLE, groups={"text": {Sharing.of(1, 2, ring, 1): measured}})
+    cluster = cluster_from_dict({"num_devices": 4, "device": "a100-40", "devices_per_node": 2})
+    slow = replace(cluster.between_nodes, latency_s=cluster.within_node.latency_s + 3.0, bytes_per_s=1e15)
+    cluster = replace(cluster, within_node=replace(cluster.within_node, bytes_per_s=1e15), between_nodes=slow)
+    forward, backward = Compute(Kind.FORWARD, CELL), Compute(Kind.INPUT, CELL)
+    plan = cut_plan(cp_size=2)
+    (stage,) = plan.modules["text"].replicas[0].stages
+    for ranks, is_apart in ((((0, 1), (2, 3)), False), (((0, 2), (1, 3)), True)):
+        replicas = tuple(Replica(stages=(replace(stage, ranks=own),)) for own in ranks)
+        text = replace(plan.modules["text"], context=ring, replicas=replicas)
+        costs = bind(replace(plan, modules={"text": text}, num_microbatches=2), LONG, table=table, cluster=cluster)
+        of_layer = quadratic.seconds(costs.load(CELL).share(2))
+        # Keys of two blocks make one hop; in a backward one more, and gradients two.
+        assert costs.compute_s(forward) == pytest.approx(0.25 + 4 * of_layer + 2 * 3.0 * is_apart)
+        assert costs.compute_s(backward) == pytest.approx(3 * of_layer + 2 * 9.0 * is_apart)
+        assert (costs.group_communication_s(forward) > 3.0) == is_apart
+    # Of another method nothing was measured.
+    unmeasured = bind(plan, LONG, table=table, cluster=cluster).compute_s(forward)
+    assert unmeasured == bind(plan, LONG, cluster=cluster).compute_s(forward)
 
 
 def test_between_groups_of_unequal_size_each_place_sends_each_place_a_piece():
@@ -174,7 +201,7 @@ def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
     shared, one = (bind(cut_encoder(*cp), table=table, cluster=cpu_cluster(16)) for cp in (sizes, (1, 1, 1, 1, 1)))
     link, tokens = LINKS["loopback"], 144 * 64 * 4
     gather = link.latency_s + tokens / 2 / link.bytes_per_s
-    keys = link.latency_s + 2 * tokens / 2 / link.bytes_per_s
+    keys = 2 * link.latency_s + 2 * tokens / 2 / link.bytes_per_s  # In two portions.
     layers = table.of("vision", 1).layers
     for i, cp in enumerate(sizes):
         is_block, cell = i in (1, 2), Cell("vision", 0, i, 0)
@@ -242,8 +269,9 @@ def test_a_block_is_gathered_while_the_one_before_it_computes(bytes_per_s, is_sl
 
 @pytest.mark.parametrize("bytes_per_s", [1e12, 1e6])
 def test_attention_hides_the_keys_that_travel_meanwhile(bytes_per_s):
-    """A ring of four hides all hops of a forward but for what takes longer than three quarters of the attention;
-    gathers in two portions hide one; what is traded for heads is waited for."""
+    """A ring of four hides all hops of a forward but for what takes longer than three quarters of the attention, and of
+    gradients, which make one hop more, all but the last; gathers in two portions hide one; what is traded for heads is
+    waited for."""
     link = Link(name="given", latency_s=1e-9, bytes_per_s=bytes_per_s)
     cluster = replace(cluster_from_dict({"num_devices": 4, "device": "h100"}), within_node=link)
     attention = TEXT.layers[1].attention
@@ -260,13 +288,15 @@ def test_attention_hides_the_keys_that_travel_meanwhile(bytes_per_s):
         num_bytes = 3 * 12 * attention.num_heads * attention.head_dim * load.tokens
         device = cluster.device
         sums_s = num_bytes / device.memory_bytes_per_s / device.memory_efficiency if method == "ring" else 0.0
-        pass_s = 3 * link.latency_s + 0.75 * keys_bytes / link.bytes_per_s
+        num_portions = 2 if method == "all_gather" else 1
+        pass_s = num_portions * 3 * link.latency_s + 0.75 * keys_bytes / link.bytes_per_s
         for kind, cost in ((Kind.FORWARD, layer.forward), (Kind.INPUT, layer.input_gradient)):
             attention_s = cost.per_pair * load.pairs + cost.per_token_squared * load.tokens_squared
             assert attention_s > 0
             passes = 1 if kind is Kind.FORWARD else 2
             if method == "ring":
-                hidden_s = min((passes if passes == 1 else 1.75) * pass_s, 0.75 * attention_s)
+                hidden_s = min(passes * pass_s, 0.75 * attention_s)
+                passes += (kind is Kind.INPUT) / 3
             else:
                 hidden_s = min(passes * pass_s / 2, attention_s / 2)
             found = costs.group_communication_s(Compute(kind, CELL))

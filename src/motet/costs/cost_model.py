@@ -15,7 +15,7 @@ quadratic in the lengths of the sequences (thesis 4.4.1). The frozen rule decide
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +26,7 @@ from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.families.encoders.token_counts import has_token_counts, token_counts
 from motet.named_files import read_text
+from motet.plan import ContextOptions
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -304,6 +305,36 @@ class ModuleCosts:
     blocks_backward: Quadratic = ZERO
 
 
+class Sharing(NamedTuple):
+    """How ranks share the layers of a stage."""
+
+    tp_size: int = 1
+    cp_size: int = 1
+    method: str = ""
+    """Of context parallelism; under `hybrid` with the number of traders."""
+    ep: int = 1
+
+    @staticmethod
+    def of(tp_size: int, cp_size: int, context: ContextOptions, ep: int) -> "Sharing":
+        method = context.method if cp_size > 1 else ""
+        return Sharing(tp_size, cp_size, f"{method} {context.ulysses_size}" if method == "hybrid" else method, ep)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that exchange tensors while a stage computes."""
+        return self.tp_size * self.cp_size * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas over which experts are distributed."""
+        return max(1, self.ep // self.tp_size)
+
+    @property
+    def name(self) -> str:
+        of_context = f", cp_size {self.cp_size}, {self.method}" if self.cp_size > 1 else ""
+        return f"tp_size {self.tp_size}" + of_context + (f", ep {self.ep}" if self.ep > 1 else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """A measured link: latency_s + bytes / bandwidth.
@@ -341,6 +372,9 @@ class CostTable:
     """How the table was measured, and the errors of the fit."""
     sequence_parallel: Mapping[str, Mapping[int, ModuleCosts]] = field(default_factory=dict)
     """Like `modules`, with sequence parallelism; sizes without an entry cost the same as without it."""
+    groups: Mapping[str, Mapping[Sharing, ModuleCosts]] = field(default_factory=dict)
+    """Measured with context parallelism, or with experts over ranks: as functions of one rank's load, with all that the
+    ranks exchange. What has no entry is computed from `modules`."""
 
     def of(self, module: str, tp_size: int, *, sequence_parallel: bool = False) -> ModuleCosts:
         """The costs of a module. Raises `UserError` if the table lacks them."""
@@ -353,6 +387,31 @@ class CostTable:
             sizes = ", ".join(str(size) for size in sorted(by_size))
             raise UserError(f"costs: {module} was not measured with tp_size {tp_size}, only {sizes}; profile it again")
         return by_size[tp_size]
+
+    def of_group(self, module: str, sharing: Sharing) -> ModuleCosts | None:
+        """The costs of a module whose ranks share it so, if they were measured."""
+        return self.groups.get(module, {}).get(sharing)
+
+    def of_groups(self, module: str, tp_size: int, cp_size: int) -> list[ModuleCosts]:
+        """The costs of a module under all measured methods and distributions of experts with these sizes."""
+        return [
+            costs
+            for sharing, costs in self.groups.get(module, {}).items()
+            if (sharing.tp_size, sharing.cp_size) == (tp_size, cp_size)
+        ]
+
+    def with_costs_of(self, others: Iterable["CostTable"]) -> "CostTable":
+        """This table with the modules' costs of others too, which were measured under other sizes."""
+        tables = [self, *others]
+        modules: dict[str, dict[int, ModuleCosts]] = {}
+        groups: dict[str, dict[Sharing, ModuleCosts]] = {}
+        for table in tables:
+            for name, by_size in table.modules.items():
+                modules.setdefault(name, {}).update(by_size)
+            for name, by_sharing in table.groups.items():
+                groups.setdefault(name, {}).update(by_sharing)
+        notes = {key: note for table in tables for key, note in table.notes.items()}
+        return replace(self, modules=modules, groups=groups, notes=notes)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -370,12 +429,16 @@ class CostTable:
             ) from error
 
     def to_json(self) -> str:
-        values = {key: value for key, value in asdict(self).items() if key not in TABLES}
+        values = {key: value for key, value in asdict(replace(self, groups={})).items() if key not in TABLES}
         for table in TABLES:
             values[table] = {
                 name: {str(size): _module_to_json(costs) for size, costs in sizes.items()}
                 for name, sizes in getattr(self, table).items()
             }
+        values["groups"] = {
+            name: [{"sharing": sharing._asdict(), **_module_to_json(costs)} for sharing, costs in by_sharing.items()]
+            for name, by_sharing in self.groups.items()
+        }
         return json.dumps(values, indent=1)
 
     @staticmethod
@@ -386,6 +449,10 @@ class CostTable:
                 name: {int(size): _module_from_json(costs) for size, costs in sizes.items()}
                 for name, sizes in values.get(table, {}).items()
             }
+        values["groups"] = {
+            name: {Sharing(**each["sharing"]): _module_from_json(each) for each in measured}
+            for name, measured in values.get("groups", {}).items()
+        }
         for key in ("message", "all_reduce"):
             values[key] = None if values[key] is None else _link_from_json(values[key])
         values["collectives"] = {name: _link_from_json(link) for name, link in values.get("collectives", {}).items()}

@@ -8,6 +8,9 @@ modality may have no backward in a frozen module.
 Arguments common to most methods: `tp`, `cp`: sizes of the tensor-parallel and context-parallel groups; `dp`: number of
 replicas that share the batch; `packed`: samples share a row, as context parallelism requires.
 
+Where the table was measured with context-parallel groups or experts over ranks, a layer takes the least of what was
+measured and what is computed without exchanges, so that bounds hold for every method.
+
 Limits: microbatches are those of a batch that is cut in the given order; only `seconds_with_exchange` includes what
 context-parallel groups exchange. Methods raise `UserError` if the cost table lacks the tensor-parallel size.
 """
@@ -23,7 +26,16 @@ from motet.assignment.sample import Sample, kinds_of_samples
 from motet.cluster import Cluster, Link
 from motet.costs.cells import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
 from motet.costs.communication import all_reduce_seconds, message_link
-from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, Load, microbatch_load
+from motet.costs.cost_model import (
+    CostTable,
+    LayerCost,
+    LayerPasses,
+    LinkCost,
+    Load,
+    ModuleCosts,
+    Sharing,
+    microbatch_load,
+)
 from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.recomputed import layer_passes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
@@ -277,6 +289,11 @@ class Estimator:
         if cp == 1:
             return shared
         workload, gradients = self.workloads[name], self.gradients[name]
+        measured = self.table.of_group(name, Sharing.of(tp, cp, ContextOptions(), 1))
+        if measured is not None:
+            kinds = self._kinds(name, self.microbatch_loads(name, dp, packed=True))
+            works = [_mean_work(gradients, members) for gradients, members in kinds]
+            shared = [time.total_s for time in self._times_by(measured, name, tp, cp, works)]
         whole = self.layer_seconds(name, tp, dp, packed=packed)
         load = self.typical_load(name, dp, cp=cp)
         stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
@@ -287,9 +304,12 @@ class Estimator:
                 key_exchange(layer, stage, ContextOptions(), self.cluster, self.memory, backward=backward).seconds(load)
                 for backward in (False, True)
             )
-            total_s = (shared if workload.is_shared(layer) else whole)[index]
-            total_s += (1 + runs_again) * keys_s + needs.any * returned_s
-            if workload.encodes_items and layer.part == "head":
+            if measured is not None:
+                total_s = shared[index]
+            else:
+                total_s = (shared if workload.is_shared(layer) else whole)[index]
+                total_s += (1 + runs_again) * keys_s + needs.any * returned_s
+            if measured is None and workload.encodes_items and layer.part == "head":
                 tokens_s = token_gather(workload, index, stage, self.cluster, self.memory).seconds(load)
                 total_s += (1 + needs.input_gradient) * tokens_s
             if fully_sharded:
@@ -349,8 +369,27 @@ class Estimator:
 
     def _times(self, name: str, tp: int, cp: int, works: Sequence[Work], *, sequence_parallel: bool) -> list[LayerTime]:
         """Each layer's time, added up over the kinds of microbatches."""
-        workload = self.workloads[name]
-        costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
+        computed = self.table.of(name, tp, sequence_parallel=sequence_parallel)
+        times = self._times_by(computed, name, tp, cp, works, sequence_parallel=sequence_parallel)
+        for measured in self.table.of_groups(name, tp, cp):
+            others = self._times_by(measured, name, tp, cp, works)
+            times = [
+                LayerTime(*map(min, astuple(time), astuple(other))) for time, other in zip(times, others, strict=True)
+            ]
+        return times
+
+    def _times_by(
+        self,
+        module: ModuleCosts,
+        name: str,
+        tp: int,
+        cp: int,
+        works: Sequence[Work],
+        *,
+        sequence_parallel: bool = False,
+    ) -> list[LayerTime]:
+        """`_times` by these costs of the module."""
+        workload, costs = self.workloads[name], module.layers
         if len(costs) != workload.num_layers:
             raise UserError(
                 f"costs: {name} has {len(costs)} layers in the table, but {workload.num_layers} in the model; profile "

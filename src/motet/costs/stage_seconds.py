@@ -2,8 +2,9 @@
 
 Recomputation runs a block's forward, or that of its attention, once more if the block computes any gradient; recomputed
 features run the forward of the whole stage once more (DistMM 5.4). Context-parallel ranks share the work of all layers
-but those around an encoder's blocks. A cost table holds tensor-parallel groups on the first ranks of a node; for a
-group that spans more nodes, the additional time of its collectives is computed and added.
+but those around an encoder's blocks, and exchange keys and values; a table that was measured with such a group says
+what both take together. A cost table holds groups on the first ranks of a node; for a group that spans more nodes, the
+additional time of its collectives is computed and added.
 
 A contrastive loss (a batch-sync, DistMM sections 5.3.2 and 5.4) is shared by its members. A member compares its own
 features with those of the towers opposite to its own. It gathers their features before, and the log-sum-exps of the
@@ -14,13 +15,23 @@ towers on the same ranks. Samples that lack a tower count as if they had it.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells, LayerGradients
 from motet.costs.communication import collective_terms, ring_terms
-from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, LayerPasses, ModuleCosts, Quadratic, total
+from motet.costs.cost_model import (
+    NO_COST,
+    ZERO,
+    CostTable,
+    LayerCost,
+    LayerPasses,
+    ModuleCosts,
+    Quadratic,
+    Sharing,
+    total,
+)
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
 from motet.costs.recomputed import layer_passes
@@ -157,18 +168,24 @@ class StageSeconds:
 
     def seconds(self, kind: CellKind) -> StageCosts:
         near = self._near_seconds(kind)
-        ranks, near_ranks = self._tensor_parallel_ranks(kind.stage), range(kind.stage.tp_size)
-        if kind.is_loss or self._nodes(ranks) == self._nodes(near_ranks):
+        if kind.is_loss or self._is_placed_as_measured(kind):
             return near
-        far, as_measured = self.exchanges(kind), self.exchanges(kind, near_ranks)
+        far, as_measured = self.exchanges(kind), self.exchanges(kind, as_measured=True)
         return StageCosts(
             total([near.forward, far.forward, as_measured.forward.times(-1)]),
             total([near.input_half, far.input_half, as_measured.input_half.times(-1)]),
             total([near.weight_half, far.weight_half, as_measured.weight_half.times(-1)]),
         )
 
+    def _is_placed_as_measured(self, kind: CellKind) -> bool:
+        """Whether groups spread over nodes as those of the table, which are on the first ranks of a node."""
+        groups = [self._tensor_parallel_ranks(kind.stage)]
+        if self._shared_costs(kind) is not None:
+            groups += [kind.stage.ranks, self._expert_ranks(kind)]
+        return all(self._nodes(ranks) == self._nodes(range(len(ranks))) for ranks in groups)
+
     def _near_seconds(self, kind: CellKind) -> StageCosts:
-        """Seconds with the tensor-parallel group of the table, which is on the first ranks of a node."""
+        """Seconds with the groups of the table."""
         name, stage, gradients, _ = kind
         costs = self._costs(kind)
         if kind.is_loss:
@@ -180,7 +197,8 @@ class StageSeconds:
         has_block = workload.has_block(stage.layers)
         if has_block:
             forward.append(costs.blocks_forward)
-        outputs_s, gradients_s = self._token_gathers(kind)
+        has_exchanges, experts = self._shared_costs(kind) is not None, self._expert_ranks(kind)
+        outputs_s, gradients_s = (ZERO, ZERO) if has_exchanges else self._token_gathers(kind, stage)
         taken_s, returned_s = self._row_gathers(kind, range(stage.tp_size))
         forward += [outputs_s, taken_s]
         if any(g.any for g in gradients):
@@ -191,7 +209,9 @@ class StageSeconds:
             layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
             shape = workload.layers[index]
             passes = self._passes(kind, costs, index, needs)
-            exchange = self._exchange(name, shape, stage)
+            exchange = returned = repeated = ZERO
+            if not has_exchanges:
+                exchange, returned, repeated = self._exchanges_of(kind, shape, stage, experts)
             gather = self._parameter_gather(name, shape, stage)
             scatter = self._parameter_gather(name, shape, stage, of_gradients=True)
             forward += [layer.forward_without_graph if reruns else passes.forward, exchange, gather]
@@ -201,11 +221,10 @@ class StageSeconds:
                 weight_half.append(scatter)
             input_half.append(passes.recomputation)
             if needs.any:
-                input_half.append(self._repeated_exchange(name, shape, stage))
+                input_half.append(repeated)
             if reruns:
                 input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange, gather]
             if needs.any:
-                returned = self._exchange(name, shape, stage, backward=True)
                 (input_half if needs.input_gradient else weight_half).append(returned)
             input_half.append(passes.input_gradient)
             weight_half.append(passes.weight_gradient)
@@ -237,7 +256,9 @@ class StageSeconds:
             if not shape.runs:
                 continue
             passes = self._passes(kind, costs, index, needs)
-            keys = key_overlaps(shape, kind.stage, module.context, self.cluster, self.memory, passes)
+            keys = None
+            if self._shared_costs(kind) is None:  # Else measured with what is hidden.
+                keys = key_overlaps(shape, kind.stage, module.context, self.cluster, self.memory, passes)
             if keys is not None:
                 forward[keys[0]] += 1
                 in_backward = [keys[1]] if needs.input_gradient else []
@@ -272,7 +293,19 @@ class StageSeconds:
             sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
         )
 
+    def _shared_costs(self, kind: CellKind) -> ModuleCosts | None:
+        """The stage's costs as measured with its context-parallel group and the ranks that share its experts."""
+        module, stage = self.cells.plan.modules[kind.module], kind.stage
+        if not self.table.groups or (module.sequence_parallel and stage.tp_size > 1):
+            return None
+        return self.table.of_group(
+            self.cells.owner(kind.module), Sharing.of(stage.tp_size, stage.cp_size, module.context, module.ep)
+        )
+
     def _costs(self, kind: CellKind) -> ModuleCosts:
+        shared = self._shared_costs(kind)
+        if shared is not None:
+            return shared
         return self.table.of(
             self.cells.owner(kind.module),
             kind.stage.tp_size,
@@ -282,7 +315,7 @@ class StageSeconds:
     def _on_each_rank(self, kind: CellKind, layer: LayerShape, cost: LayerCost) -> LayerCost:
         """The layer's cost as a function of one rank's load."""
         is_shared = kind.stage.cp_size == 1 or self.cells.workload(kind.module).is_shared(layer)
-        return cost if is_shared else cost.of_rank(kind.stage.cp_size)
+        return cost if is_shared or self._shared_costs(kind) is not None else cost.of_rank(kind.stage.cp_size)
 
     def _loss_seconds(self, name: str, layer: LayerCost) -> LossSeconds:
         return loss_seconds(
@@ -294,18 +327,23 @@ class StageSeconds:
             feature_bytes=self.memory.activation_bytes,
         )
 
-    def exchanges(self, kind: CellKind, tensor_parallel_ranks: Sequence[int] | None = None) -> StageCosts:
-        """The part of `seconds` that collectives of tensor-parallel and context-parallel groups take.
+    def exchanges(self, kind: CellKind, *, as_measured: bool = False) -> StageCosts:
+        """The part of `seconds` that collectives of tensor-parallel and context-parallel groups take, and of ranks that
+        share experts.
 
-        `tensor_parallel_ranks`: None: those of the stage."""
+        `as_measured`: of groups that are placed as those that the table was measured with, where it was."""
         if kind.is_loss:
             return StageCosts(self._loss_seconds(kind.module, NO_COST).exchange, ZERO, ZERO)
         forward: list[Quadratic] = []
         input_half: list[Quadratic] = []
         weight_half: list[Quadratic] = []
         reruns = kind.module in self.cells.plan.recompute_features and any(needs.any for needs in kind.gradients)
-        ranks = tensor_parallel_ranks or self._tensor_parallel_ranks(kind.stage)
-        outputs_s, gradients_s = self._token_gathers(kind)
+        stage, ranks, experts = kind.stage, self._tensor_parallel_ranks(kind.stage), self._expert_ranks(kind)
+        if as_measured:
+            ranks = range(stage.tp_size)
+        if as_measured and self._shared_costs(kind) is not None:
+            stage, experts = replace(stage, ranks=tuple(range(len(stage.ranks)))), range(len(experts))
+        outputs_s, gradients_s = self._token_gathers(kind, stage)
         taken_s, returned_s = self._row_gathers(kind, ranks)
         forward += [outputs_s, taken_s]
         input_half += [gradients_s, returned_s] if any(needs.any for needs in kind.gradients) else [gradients_s]
@@ -317,9 +355,7 @@ class StageSeconds:
                 element_bytes=self.memory.activation_bytes,
                 residual_bytes=self.memory.activation_bytes,
             )
-            exchange, returned = (
-                self._exchange(kind.module, layer, kind.stage, backward=backward) for backward in (False, True)
-            )
+            exchange, returned, repeated = self._exchanges_of(kind, layer, stage, experts)
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             scatter = self._parameter_gather(kind.module, layer, kind.stage, of_gradients=True).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
@@ -327,7 +363,6 @@ class StageSeconds:
             input_half += [gather] * (int(is_gathered_in_backward(layer, needs, kind.gradients)) + int(reruns))
             input_half += [once] * int(reruns)
             if needs.any:
-                repeated = self._repeated_exchange(kind.module, layer, kind.stage)
                 input_half.append(total([repeated, *self._collectives(kernels.recomputed, ranks)]).times(count))
             if needs.weight_gradient:
                 weight_half.append(scatter)
@@ -355,26 +390,36 @@ class StageSeconds:
                 terms = collective_terms(self.cluster, kernel.collective, ranks)
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
-    def _exchange(self, module: str, layer: LayerShape, stage: Stage, *, backward: bool = False) -> Quadratic:
-        """Seconds of the exchanges of keys and values in context-parallel groups, and of tokens between replicas that
-        share experts, of which a backward exchanges as many as a forward."""
-        planned = self.cells.plan.modules[module]
-        keys = key_exchange(layer, stage, planned.context, self.cluster, self.memory, backward=backward)
-        return keys.plus(token_exchange(layer, planned, stage, self.cluster, self.memory))
+    def _expert_ranks(self, kind: CellKind) -> Sequence[int]:
+        """The ranks over which the stage's experts are distributed."""
+        module, stage = self.cells.plan.modules[kind.module], kind.stage
+        if module.replicas_sharing_experts == 1:
+            return stage.ranks[: stage.tp_size]
+        return next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)
 
-    def _repeated_exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Seconds of the exchanges that a backward repeats with what it recomputes."""
-        if layer.treatment == "recomputed":
-            return self._exchange(module, layer, stage)
-        if layer.treatment != "attention":
-            return ZERO
-        return key_exchange(layer, stage, self.cells.plan.modules[module].context, self.cluster, self.memory)
+    def _exchanges_of(
+        self, kind: CellKind, layer: LayerShape, stage: Stage, experts: Sequence[int]
+    ) -> tuple[Quadratic, Quadratic, Quadratic]:
+        """Seconds in which context-parallel groups exchange keys and values, and replicas that share experts tokens: in
+        a forward, in a backward, and once more in a backward with what it recomputes."""
+        module = self.cells.plan.modules[kind.module]
+        keys = [
+            key_exchange(layer, stage, module.context, self.cluster, self.memory, backward=backward)
+            for backward in (False, True)
+        ]
+        tokens = [
+            token_exchange(layer, module, experts, stage, self.cluster, self.memory, backward=backward)
+            for backward in (False, True)
+        ]
+        once = keys[0].plus(tokens[0])
+        repeated = {"recomputed": once, "attention": keys[0]}.get(layer.treatment, ZERO)
+        return once, keys[1].plus(tokens[1]), repeated
 
-    def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
+    def _token_gathers(self, kind: CellKind, stage: Stage) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.
 
         They do so for an encoder's head. Functions of one rank's load."""
-        stage, workload = kind.stage, self.cells.workload(kind.module)
+        workload = self.cells.workload(kind.module)
         if stage.cp_size == 1:
             return ZERO, ZERO
         first, last = stage.layers
@@ -470,15 +515,18 @@ def key_exchange(
     """Seconds in which the queries of context-parallel ranks get the keys and values of the whole sequence, as a
     function of one rank's load.
 
-    Queries, keys, values and results are traded for heads among some ranks, and keys and values gathered, or passed
-    around a ring, among those with the same heads; `context` says among how many. A backward trades as much, and gets
-    keys and values once more before their gradients return in the same way. `key_overlaps` says what of it computation
-    hides. In a ring, the results for each member's keys, or the gradients of queries, are added up in float32."""
+    Queries, keys and values are traded for heads among some ranks, and results back, and keys and values gathered, or
+    passed around a ring, among those with the same heads; `context` says among how many. A backward trades as much, and
+    gets keys and values once more before their gradients return: those of a ring by one more hop, to their owners.
+    `key_overlaps` says what of it computation hides. In a ring, the results for each member's keys, or the gradients of
+    queries, are added up in float32."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
     traders = context.num_traders(stage.cp_size)
-    passed = _key_pass(layer, stage, context, cluster, memory).times(2 if backward else 1)
+    passed = _key_pass(layer, stage, context, cluster, memory)
+    if backward:
+        passed = passed.plus(_key_pass(layer, stage, context, cluster, memory, of_gradients=True))
     if context.method in ("ring", "hybrid"):
         num_sums = stage.cp_size // traders - 1
         moved = SUM_BYTES * attention.num_heads * attention.head_dim / stage.tp_size
@@ -489,24 +537,38 @@ def key_exchange(
     terms = collective_terms(cluster, "all_to_all", stage.ranks[:: stage.tp_size][:traders])
     num_heads = 2 * attention.num_key_value_heads + 2 * attention.num_heads
     num_bytes = num_heads * attention.head_dim * memory.activation_bytes / stage.tp_size
-    return passed.plus(Quadratic(constant=4 * terms.latency_s, per_token=num_bytes / terms.bytes_per_s))
+    return passed.plus(Quadratic(constant=2 * terms.latency_s, per_token=num_bytes / terms.bytes_per_s))
 
 
 def _key_pass(
-    layer: LayerShape, stage: Stage, context: ContextOptions, cluster: Cluster, memory: MemoryOptions
+    layer: LayerShape,
+    stage: Stage,
+    context: ContextOptions,
+    cluster: Cluster,
+    memory: MemoryOptions,
+    *,
+    of_gradients: bool = False,
 ) -> Quadratic:
     """Seconds in which keys and values get from their owners to all ranks with the same heads, or their gradients
     back."""
     traders = context.num_traders(stage.cp_size)
-    if layer.attention is None or traders == stage.cp_size:
+    size = stage.cp_size // traders
+    if layer.attention is None or size == 1:
         return ZERO
     ranks = stage.ranks[:: stage.tp_size][::traders]
+    keys = 2 * layer.attention.num_key_value_heads * layer.attention.head_dim * memory.activation_bytes / stage.tp_size
     if context.method in ("ring", "hybrid"):
         terms = ring_terms(cluster, "all_gather", ranks)
-    else:
-        terms = collective_terms(cluster, "all_gather", ranks)
-    keys = 2 * layer.attention.num_key_value_heads * layer.attention.head_dim * memory.activation_bytes / stage.tp_size
-    return Quadratic(constant=terms.latency_s, per_token=keys * (stage.cp_size // traders) / terms.bytes_per_s)
+        hops = Quadratic(constant=terms.latency_s, per_token=keys * size / terms.bytes_per_s)
+        return hops.times(size / (size - 1)) if of_gradients else hops
+    terms = collective_terms(cluster, "all_to_all", ranks)
+    return Quadratic(constant=_num_portions(layer, stage) * terms.latency_s, per_token=keys * size / terms.bytes_per_s)
+
+
+def _num_portions(layer: LayerShape, stage: Stage) -> int:
+    """In how many portions a rank gathers keys and values."""
+    assert layer.attention is not None
+    return min(HEAD_GROUPS, max(1, layer.attention.num_key_value_heads // stage.tp_size))
 
 
 def key_overlaps(
@@ -529,14 +591,15 @@ def key_overlaps(
     if context.method in ("ring", "hybrid"):
         computing, keys, gradients = (size - 1) / size, 1.0, (size - 1) / size
     else:
-        num_portions = min(HEAD_GROUPS, max(1, attention.num_key_value_heads // stage.tp_size))
+        num_portions = _num_portions(layer, stage)
         computing = keys = gradients = (num_portions - 1) / num_portions
     if size == 1 or not computing:
         return None
-    passed = _key_pass(layer, stage, context, cluster, memory)
+    passed = _key_pass(layer, stage, context, cluster, memory).times(keys)
+    returned = _key_pass(layer, stage, context, cluster, memory, of_gradients=True).times(gradients)
     return (
-        Overlap(passed.times(keys), _of_pairs(passes.forward).times(computing)),
-        Overlap(passed.times(keys + gradients), _of_pairs(passes.input_gradient).times(computing)),
+        Overlap(passed, _of_pairs(passes.forward).times(computing)),
+        Overlap(passed.plus(returned), _of_pairs(passes.input_gradient).times(computing)),
     )
 
 
@@ -552,18 +615,28 @@ def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) ->
 
 
 def token_exchange(
-    layer: LayerShape, module: ModulePlan, stage: Stage, cluster: Cluster, memory: MemoryOptions
+    layer: LayerShape,
+    module: ModulePlan,
+    ranks: Sequence[int],
+    stage: Stage,
+    cluster: Cluster,
+    memory: MemoryOptions,
+    *,
+    backward: bool = False,
 ) -> Quadratic:
-    """Seconds in which tokens travel to the ranks of their experts and back, as a function of one rank's load.
+    """Seconds in which tokens travel to the ranks of their experts, `ranks`, and back, as a function of one rank's
+    load.
 
     Tokens are assumed to choose experts evenly, except on the busiest rank (`EXPERT_IMBALANCE`)."""
     if module.replicas_sharing_experts == 1 or not layer.experts_per_token or not layer.runs:
         return ZERO
-    ranks = next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)
     terms = collective_terms(cluster, "all_to_all", ranks)
     sent = token_exchange_bytes(layer, stage.tp_size, memory.activation_bytes)
-    # Before it, ranks exchange how many rows they send.
-    return Quadratic(constant=3 * terms.latency_s, per_token=2 * EXPERT_IMBALANCE * sent / terms.bytes_per_s)
+    # Before a forward's, ranks exchange how many rows they send.
+    num_exchanges = 2 if backward else 3
+    return Quadratic(
+        constant=num_exchanges * terms.latency_s, per_token=2 * EXPERT_IMBALANCE * sent / terms.bytes_per_s
+    )
 
 
 def token_gather(

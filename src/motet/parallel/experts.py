@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from motet.errors import UserError
-from motet.parallel.tensor.tensor_collectives import TensorParallel, shard_parameter
+from motet.parallel.tensor.tensor_collectives import TensorParallel, exchange_rows, shard_parameter
 from motet.parallel.tensor.tensor_plans import Shard
 
 BY_EXPERT = Shard(0)
@@ -132,39 +131,12 @@ def _exchanged_rows(original: Compute, num_own: int, tp: TensorParallel) -> Comp
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group.group)
         num_sent, num_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
-        rows = _exchange(tokens[token], num_received, num_sent, group)
+        rows = exchange_rows(tokens[token], num_sent, num_received, group.group)
         own = torch.arange(num_own, device=tokens.device).repeat(group.size)
         own = own.repeat_interleave(received.reshape(-1), output_size=sum(num_received))
         made = _compute_rows(original, rows, own, rows.new_ones(len(rows)))
-        returned = _exchange(made, num_sent, num_received, group)
+        returned = exchange_rows(made, num_received, num_sent, group.group)
         weighted = returned * weights[token, slot, None]
         return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))
 
     return compute
-
-
-def _exchange(rows: Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: TensorParallel) -> Tensor:
-    """Rows [n, H], `num_sent` of them to each rank of the group in order -> those from each rank in order. Gradients
-    travel back."""
-    result: Tensor = _Exchange.apply(rows, list(num_received), list(num_sent), group.group)
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.num_received, ctx.num_sent, ctx.group = num_received, num_sent, group
-        return _all_to_all(rows, num_received, num_sent, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.num_sent, ctx.num_received, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    result = rows.new_empty((sum(num_received), *rows.shape[1:]))
-    dist.all_to_all_single(result, rows.contiguous(), num_received, num_sent, group=group)
-    return result

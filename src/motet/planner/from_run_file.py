@@ -157,8 +157,7 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
         # The default of `planner` is for encoders and a language model.
         planner = parallel.planner if "planner" in parallel.model_fields_set else "distmm"
         return make_plan(problem, planner, placement=parallel.placement)
-    media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
-    degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
+    degrees = explicit_degrees(config, {name: module.workload for name, module in problem.modules.items()})
     plan = make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
     if parallel.run_ahead and not plan.run_ahead:
         plan = problem.with_run_ahead(plan)  # It says why it cannot.
@@ -218,6 +217,12 @@ def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOption
     return ContextOptions(
         block_size=min(BLOCK_SIZE, most_block_tokens(widest)), media_attention=_media_attention(config, language_model)
     )
+
+
+def explicit_degrees(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> dict[str, Degrees]:
+    """The degrees that `parallel.explicit` gives modules."""
+    media = _media_attention(config, workloads[LANGUAGE_MODEL]) if LANGUAGE_MODEL in workloads else "causal"
+    return {name: _degrees(given, media) for name, given in config.parallel.explicit.items()}
 
 
 def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:

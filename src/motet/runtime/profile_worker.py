@@ -2,29 +2,33 @@
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from motet.config import RunConfig
-from motet.costs.cost_model import CostTable
-from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
+from motet.costs.cost_model import CostTable, Sharing
+from motet.costs.profiling.profiler import ProfiledModule, ProfiledStageMaker, ProfileOptions, profile
 from motet.families.configured_graph import read_graph
+from motet.models.stages.encoder import EncoderStage
+from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import Batch, StageModule
+from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.tensor.tensor_parallel import TensorParallel
-from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
+from motet.plan import DECODER, LANGUAGE_MODEL, ContextOptions, LayerRange
 from motet.runtime.assembly import PARAMETER_DTYPES, build_stage, pick_device
 
 
-def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp_size: int) -> CostTable:
-    """Collective over all processes, which are a multiple of `tp_size`. `batch`: where microbatches are drawn from."""
+def profile_worker(
+    config: RunConfig, batch: Batch, modules: tuple[str, ...], sharing: Sharing, context: ContextOptions
+) -> CostTable:
+    """Collective over all processes, which are a multiple of those that share a stage. `batch`: where microbatches are
+    drawn from. `context`: of context-parallel groups."""
     device = pick_device(config, int(os.environ["LOCAL_RANK"]))
-    tp = _my_group(tp_size)
     graph = read_graph(config)
-
-    def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
-        stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=None)
-        return stage
 
     described = {}
     for name in modules:
@@ -36,10 +40,10 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
         )
     return profile(
         described,
-        make_stage,
+        profiled_stage_maker(_all_trainable(config), sharing, context, device),
         batch,
         options=ProfileOptions(
-            tp_sizes=(tp_size,),
+            sharing=sharing,
             microbatch_sizes=_sizes(config),
             parameter_dtype=PARAMETER_DTYPES[config.train.dtype],
         ),
@@ -48,16 +52,33 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
     )
 
 
-def _my_group(tp_size: int) -> TensorParallel:
-    """Neighbouring ranks form the groups."""
-    rank = dist.get_rank()
-    if tp_size == 1:
+def profiled_stage_maker(
+    config: RunConfig, sharing: Sharing, context: ContextOptions, device: torch.device
+) -> ProfiledStageMaker:
+    """Makes stages for groups of neighbouring ranks that share them. Collective. `config`: all trainable."""
+    places = np.arange(dist.get_world_size()).reshape(-1, sharing.num_replicas, sharing.cp_size, sharing.tp_size)
+    tp = _my_group(places.reshape(-1, sharing.tp_size))
+    cp = _my_group(places.swapaxes(2, 3).reshape(-1, sharing.cp_size))
+    if sharing.ep > 1:
+        tp = replace(tp, experts=_my_group(places.swapaxes(1, 2).reshape(-1, sharing.num_replicas * sharing.tp_size)))
+
+    def make_stage(name: str, layers: LayerRange) -> StageModule:
+        stage = build_stage(config, name, layers, tp, device, recompute=None)
+        if sharing.cp_size > 1:
+            assert isinstance(stage, LanguageModelStage | EncoderStage)
+            stage.enable_context_parallel(ContextParallel(cp.group, cp.rank, cp.size, context, tp.size))
+        return stage
+
+    return make_stage
+
+
+def _my_group(groups: np.ndarray) -> TensorParallel:
+    """This rank's group of `groups` [groups, ranks]."""
+    if groups.shape[1] == 1:
         return TensorParallel(group=None, rank=0, size=1)
-    mine = None
-    for first in range(0, dist.get_world_size(), tp_size):
-        group = dist.new_group(list(range(first, first + tp_size)))
-        mine = group if first <= rank < first + tp_size else mine
-    return TensorParallel(group=mine, rank=rank % tp_size, size=tp_size)
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in groups.tolist()}
+    mine = next(ranks for ranks in made if dist.get_rank() in ranks)
+    return TensorParallel(made[mine], mine.index(dist.get_rank()), len(mine))
 
 
 def _all_trainable(config: RunConfig) -> RunConfig:

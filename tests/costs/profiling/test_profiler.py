@@ -140,7 +140,7 @@ class SmallBatch:
         return {"input_ids": torch.ones(num_tokens, dtype=torch.long), "labels": labels}
 
 
-def make_stage(name, layers, tp_size):
+def make_stage(name, layers):
     torch.manual_seed(0)
     if name == "text":
         return LanguageModelStage("text", LlamaForCausalLM(TEXT), layers)
@@ -184,7 +184,7 @@ def test_the_file_brings_the_same_costs_back(table, tmp_path):
 def test_it_predicts_a_run_that_was_not_measured(table):
     """Two of three blocks on samples drawn otherwise."""
     samples = [SmallBatch.samples[i] for i in (0, 3, 4)]
-    stage = make_stage("text", (1, 3), 1)
+    stage = make_stage("text", (1, 3))
     hidden = torch.randn(stage.input_shape(samples), requires_grad=True)
     output_gradient = torch.ones(hidden.shape)
     inputs = StageInput(samples, hidden=hidden)
@@ -262,14 +262,14 @@ def test_a_module_that_is_one_stage_is_measured_whole():
     layers = (0, module.workload.num_layers)
     assert runs_to_measure(whole.workload) == [layers]
 
-    def only_whole(name, asked, tp_size):
+    def only_whole(name, asked):
         assert asked == layers
-        return make_stage(name, asked, tp_size)
+        return make_stage(name, asked)
 
     with counted_time() as time, time:
         costs = profile({"vision": whole}, only_whole, SmallBatch(), options=OPTIONS, device=CPU).of("vision", 1)
     samples = [SmallBatch.samples[i] for i in (0, 3)]
-    stage, features = make_stage("vision", layers, 1), [SmallBatch().features("vision", 0)] * 2
+    stage, features = make_stage("vision", layers), [SmallBatch().features("vision", 0)] * 2
     with CountedTime() as time, torch.no_grad():
         stage(StageInput(samples, features))
     load = microbatch_load(module.workload, "vision", samples)

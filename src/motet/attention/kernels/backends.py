@@ -1,4 +1,4 @@
-"""Backends of attention under an interval mask: Triton kernels, FlexAttention, or torch's dense attention.
+"""Backends of attention under an interval mask: Triton kernels, FlexAttention, or torch's attention under a matrix.
 
 A backend is a forward and a backward of its own, because context parallelism
 (`motet.parallel.context.context_attention`) gets keys and values from other ranks in both, and keeps them in neither.
@@ -7,20 +7,20 @@ A backend is a forward and a backward of its own, because context parallelism
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, TileMap
 from motet.attention.masks.tile_counts import most_block_tokens
 from motet.devices import to_device
 from motet.errors import UserError
 
-# Dense attention of torch: the reference, and the path on the CPU. Its mask is a matrix of queries x keys.
+# Dense attention of torch: the reference. Its mask is a matrix of queries x keys.
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
@@ -172,7 +172,7 @@ class _Recomputing(ABC):
 
 
 class DenseBackend(_Recomputing):
-    """Limits: a matrix of queries x keys."""
+    """Dense attention where it is asked for on a GPU. Limits: matrices of queries x keys."""
 
     def attend(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> Tensor:
         return dense_attention(*inputs, mask, scale)
@@ -216,6 +216,79 @@ def _finite(log_sums: Tensor) -> Tensor:
     return log_sums.masked_fill(log_sums == float("-inf"), 0.0)
 
 
+class CpuBackend:
+    """Torch's flash attention for CPUs, of which torch gives no log-sum-exps under a public name.
+
+    Limits: a mask of queries x keys; it computes all pairs."""
+
+    def forward(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Saved]:
+        query, key, value = inputs
+        if not query.numel() or not key.numel():
+            return query.new_zeros((*query.shape[:3], value.shape[3])), (query.new_full(query.shape[:3], -math.inf),)
+        bias, sees_none = _bias(mask, query.dtype)
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_of_one_width(inputs), attn_mask=bias, scale=scale
+        )
+        log_sums = (log_sums * LOG2_E).masked_fill(sees_none, -math.inf)
+        return out[..., : value.shape[3]], (log_sums,)
+
+    def backward(
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, saved: Saved, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
+        query, key, value = inputs
+        if not query.numel() or not key.numel():
+            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        # Weights are exp(scores - log_sums), and 0 for queries that see no key.
+        log_sums = saved[0].masked_fill(saved[0] == -math.inf, math.inf) / LOG2_E
+        d_out, wide_out = (_widened(tensor, query.shape[3]) for tensor in (d_out, out))
+        d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out,
+            *_of_one_width(inputs),
+            wide_out,
+            log_sums,
+            0.0,
+            False,
+            attn_mask=_bias(mask, query.dtype)[0],
+            scale=scale,
+        )
+        return d_query[..., : query.shape[3]], d_key[..., : key.shape[3]], d_value[..., : value.shape[3]]
+
+    def forward_part(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
+        out, (log_sums,) = self.forward(_at_least_float32(inputs), mask, scale)
+        return out, log_sums
+
+    def backward_part(
+        self, d_out: Tensor, inputs: QueryKeyValue, out: Tensor, log_sums: Tensor, mask: DeviceMask, scale: float
+    ) -> QueryKeyValue:
+        inputs = _at_least_float32(inputs)
+        dtype = inputs[0].dtype
+        return self.backward(d_out.to(dtype), inputs, out.to(dtype), (log_sums,), mask, scale)
+
+
+@lru_cache(maxsize=4)
+def _bias(mask: DeviceMask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]. Layers and passes of a
+    microbatch share them."""
+    bias = torch.where(mask.dense(), 0.0, -math.inf).to(dtype)[:, None]
+    return bias, bias.amax(-1) == -math.inf
+
+
+def _at_least_float32(inputs: QueryKeyValue) -> QueryKeyValue:
+    dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+    query, key, value = (tensor.to(dtype) for tensor in inputs)
+    return query, key, value
+
+
+def _of_one_width(inputs: QueryKeyValue) -> QueryKeyValue:
+    width = max(inputs[0].shape[3], inputs[2].shape[3])
+    query, key, value = (_widened(tensor, width) for tensor in inputs)
+    return query, key, value
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    return tensor if tensor.shape[3] >= width else pad(tensor, (0, width - tensor.shape[3]))
+
+
 class FlexBackend(_Recomputing):
     """Limits: on the CPU torch has no backward for it."""
 
@@ -241,14 +314,15 @@ def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:
         raise UserError(
             "parallel: context.backend: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); give dense"
         )
-    backends: dict[str, type[Backend]] = {"triton": TritonBackend, "flex": FlexBackend, "dense": DenseBackend}
+    dense = CpuBackend if device.type == "cpu" else DenseBackend
+    backends: dict[str, type[Backend]] = {"triton": TritonBackend, "flex": FlexBackend, "dense": dense}
     return backends[name]()
 
 
 def check_backend(device: torch.device, name: BackendName, *, block_size: int, head_dim: int) -> None:
     """Raises `UserError` for a backend that the device does not have, and for sizes that it cannot do."""
     backend = backend_for(device, name)
-    if isinstance(backend, DenseBackend):
+    if isinstance(backend, CpuBackend | DenseBackend):
         return
     if block_size < 16 or block_size & (block_size - 1):
         raise UserError(f"parallel: context.block_size is {block_size}; kernels need a power of two of at least 16")

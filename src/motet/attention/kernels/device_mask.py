@@ -152,9 +152,15 @@ class DeviceMask:
 
     def dense(self) -> Tensor:
         """[B, Q, K], bool: for the oracle and short sequences."""
-        position = self.position[:, None, :, None]
-        inside = ((self.lo[:, :, None] <= position) & (position < self.hi[:, :, None])).any(-1)
-        return inside & ((self.classes_seen[:, :, None] >> self.key_class[:, None, :].long()) & 1).bool()
+        position, lo, hi = self.position[:, None], self.lo[..., None], self.hi[..., None]
+        inside = (lo[:, :, 0] <= position) & (position < hi[:, :, 0])
+        inside |= (lo[:, :, 1] <= position) & (position < hi[:, :, 1])
+        key_class = self.key_class.long()
+        num_classes = int(key_class.max()) + 1 if key_class.numel() else 0
+        sees_class = ((self.classes_seen[..., None] >> torch.arange(num_classes, device=lo.device)) & 1).bool()
+        if not sees_class.all():
+            inside &= sees_class.gather(2, key_class[:, None].expand(-1, lo.shape[1], -1))
+        return inside
 
 
 def device_mask(

@@ -5,7 +5,8 @@ a layer's cost from a stage's. Each is measured with: a forward without a graph;
 gradient only (a frozen layer with something trainable before it), with both gradients, and with a weight gradient only.
 Each result is the median of several repetitions after a warm-up, on microbatches drawn from the user's own samples. All
 ranks measure at the same time, as they compute at the same time in training, so that costs include what processes take
-from each other (caches, memory bandwidth). With `tp_size` > 1 the collectives of a stage are measured with its layers.
+from each other (caches, memory bandwidth). What ranks that share a stage exchange is measured with its layers: by
+tensor parallelism, context parallelism, and experts over ranks.
 
 The regression (thesis 4.4.1): a run's time is the cost of a stage, an additional cost if the stage has transformer
 blocks, and the sum over its layers; each is a `Quadratic`. All are fitted at once by least squares of the *relative*
@@ -13,7 +14,7 @@ error with non-negative coefficients, so that small and large microbatches count
 Longer runs, which stages consist of, weigh more. Deviations from the thesis, which fits a x^2 + b x + c in the number
 of tokens x to each layer, tensor-parallel and context-parallel size: x^2 is the sum over a microbatch's sequences
 (`pairs`), beside which `tokens_squared` stands for all of them together; microbatches are the user's own instead of
-synthetic sequences of 64 to 16k tokens; a context-parallel rank's share is computed (`Load.share`).
+synthetic sequences of 64 to 16k tokens.
 
 Limits: one device type; threads are as the caller set them (the runtime uses 1 on CPUs); far outside of the measured
 sizes a fit says little.
@@ -32,7 +33,16 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample
 from motet.costs.cells import LayerGradients
-from motet.costs.cost_model import ZERO, CostTable, LayerCost, Load, ModuleCosts, Quadratic, microbatch_load
+from motet.costs.cost_model import (
+    ZERO,
+    CostTable,
+    LayerCost,
+    Load,
+    ModuleCosts,
+    Quadratic,
+    Sharing,
+    microbatch_load,
+)
 from motet.costs.profiling.links import (
     any_rank,
     hardware,
@@ -45,6 +55,7 @@ from motet.costs.profiling.links import (
 )
 from motet.devices import synchronize
 from motet.errors import UserError
+from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import Batch, StageInput, StageModule
 from motet.parallel.saved_tensors import save_less
 from motet.plan import LayerRange
@@ -57,6 +68,9 @@ class Measurement:
 
     layers: LayerRange
     load: Load
+    """One rank's."""
+    num_shares: int = 1
+    """Number of ranks that share the microbatch's tokens."""
     weight_gradient: bool
     """Whether its weights have a gradient."""
     input_gradient: bool
@@ -170,8 +184,8 @@ def _fit(
 
     if not rows:
         return {}, np.zeros(0)
-    # Where each microbatch is one sequence both are the same number. A context-parallel rank has a share of the pairs.
-    one_sequence = all(m.load.pairs == m.load.tokens_squared for _, m, _ in rows)
+    # Where each microbatch is one sequence, nothing tells the two apart. A context-parallel rank has a share of pairs.
+    one_sequence = all(m.load.pairs == m.num_shares * m.load.tokens_squared for _, m, _ in rows)
     columns: dict[tuple[_Unknown, str], int] = {}
     for unknowns, _, _ in rows:
         for unknown in unknowns:
@@ -220,8 +234,8 @@ def _terms_of(workload: ModuleWorkload, unknown: _Unknown) -> tuple[str, ...]:
     return ("constant", "per_token", "per_token_squared", "per_pair")
 
 
-ProfiledStageMaker = Callable[[str, LayerRange, int], StageModule]
-"""(module, layers, tp_size) -> the stage, already cut for this rank's tensor-parallel group, and nothing frozen."""
+ProfiledStageMaker = Callable[[str, LayerRange], StageModule]
+"""(module, layers) -> the stage, already cut for the ranks that share it, and nothing frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +247,8 @@ class ProfileOptions:
     repetitions: int = 7
     max_seconds: float = 1.0
     """Time after which the repetitions of a run of layers under a pattern of gradients end, if there are at least 3."""
-    tp_sizes: tuple[int, ...] = (1,)
+    sharing: Sharing = field(default_factory=Sharing)
+    """How ranks share the measured stages."""
     parameter_dtype: torch.dtype = torch.float32
     """Dtype of the parameters and of the tensors between stages."""
 
@@ -266,23 +281,24 @@ def profile(
 
     `batch`: where microbatches are drawn from. Links are measured if there is more than one rank.
     """
-    costs: dict[str, dict[int, ModuleCosts]] = {}
+    costs: dict[str, ModuleCosts] = {}
+    sharing = options.sharing
     notes: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": world_size()}
     for name, module in modules.items():
-        costs[name] = {}
         microbatches = _choose_microbatches(name, batch, options)
-        for tp_size in options.tp_sizes:
-            on_progress(f"{name}, tp_size {tp_size}")
-            fit = _profile_module(name, module, make_stage, batch, microbatches, tp_size, options, device)
-            costs[name][tp_size] = fit.costs
-            notes[f"{name}, tp_size {tp_size}"] = {
-                "median_error": round(fit.median_error, 4),
-                "worst_error": round(fit.worst_error, 4),
-            }
+        on_progress(f"{name}, {sharing.name}")
+        fit = _profile_module(name, module, make_stage, batch, microbatches, options, device)
+        costs[name] = fit.costs
+        notes[f"{name}, {sharing.name}"] = {
+            "median_error": round(fit.median_error, 4),
+            "worst_error": round(fit.worst_error, 4),
+        }
     links = measure_links(device) if world_size() > 1 else None
     constant_s, per_parameter_s = measure_optimizer(device, dtype=options.parameter_dtype)
+    is_group = sharing != Sharing(sharing.tp_size)
     return CostTable(
-        modules=costs,
+        modules={} if is_group else {name: {sharing.tp_size: each} for name, each in costs.items()},
+        groups={name: {sharing: each} for name, each in costs.items()} if is_group else {},
         source="profiled",
         hardware=hardware(device),
         date=date.today().isoformat(),
@@ -319,13 +335,14 @@ def _profile_module(
     make_stage: ProfiledStageMaker,
     batch: Batch,
     microbatches: Sequence[_Microbatch],
-    tp_size: int,
     options: ProfileOptions,
     device: torch.device,
 ) -> Fit:
     measurements = []
+    cp_size = options.sharing.cp_size
+    arranged = module.workload.packed() if cp_size > 1 else module.workload
     for layers in runs_to_measure(module.workload):
-        stage = make_stage(name, layers, tp_size)
+        stage = make_stage(name, layers)
         # Tables that the family itself never trains (Whisper's sinusoids) stay as they are.
         trainable = [parameter for _, parameter in stage.named_parameters() if parameter.requires_grad]
         for gradients in _gradients_to_measure(module, layers, is_trainable=bool(trainable)):
@@ -334,7 +351,7 @@ def _profile_module(
             runs = []
             for microbatch in microbatches:
                 samples = [batch.samples[i] for i in microbatch.indices]
-                run = _Run(stage, name, module, microbatch, samples, layers, gradients, tp_size, options, device)
+                run = _Run(stage, name, module, microbatch, samples, layers, gradients, options, device)
                 # Without a token from outside there is no input to have a gradient.
                 if run.has_input or gradients.weight_gradient or not gradients.any:
                     runs.append(run)
@@ -342,7 +359,8 @@ def _profile_module(
                 measurements.append(
                     Measurement(
                         layers=layers,
-                        load=microbatch_load(module.workload, name, run.samples, tuple(module.sources)),
+                        load=microbatch_load(arranged, name, run.samples, tuple(module.sources)).share(cp_size),
+                        num_shares=cp_size,
                         weight_gradient=gradients.weight_gradient,
                         input_gradient=gradients.input_gradient and run.has_input,
                         forward_s=forward_s,
@@ -389,14 +407,13 @@ class _Run:
         samples: list[Sample],
         layers: LayerRange,
         gradients: LayerGradients,
-        tp_size: int,
         options: ProfileOptions,
         device: torch.device,
     ) -> None:
         self.stage, self.samples, self.gradients = stage, samples, gradients
         self.device = device
         # One thread's own time leaves out what other processes on the same cores take; the simulator adds it.
-        is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and tp_size == 1
+        is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and options.sharing.num_ranks == 1
         self.clock = time.thread_time if is_alone else time.perf_counter
         self.features: list[dict[str, Tensor]] = [{} for _ in samples]
         if stage.needs_features:
@@ -406,9 +423,11 @@ class _Run:
             ]
         self.parameter_dtype = dtype = options.parameter_dtype
         self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
+        # What attention of motet's own derives ahead of a batch; held, as the engine does.
+        self.attention = stage.prepare(samples) if getattr(stage, "has_own_attention", False) else None  # type: ignore[attr-defined]
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
-            source: torch.randn(sum(s.num_outputs(source, name) for s in samples), width, device=device, dtype=dtype)
+            source: torch.randn(_num_entering(stage, samples, source, name), width, device=device, dtype=dtype)
             for source, width in module.sources.items()
             if enters and any(sample.has(source) for sample in samples)
         }
@@ -441,6 +460,13 @@ class _Run:
         result = output.hidden if output.loss is None else output.loss
         assert result is not None
         return result
+
+
+def _num_entering(stage: StageModule, samples: Sequence[Sample], source: str, name: str) -> int:
+    """Rows of a source's outputs that enter a stage on this rank."""
+    if isinstance(stage, LanguageModelStage):
+        return stage.num_entering(samples, source)
+    return sum(sample.num_outputs(source, name) for sample in samples)
 
 
 def _measure(runs: Sequence[_Run], options: ProfileOptions) -> list[tuple[float, float]]:

@@ -213,6 +213,14 @@ class LanguageModelStage(CausalStage):
         """Returns the packed tokens that each member of a group of this size holds of the input of layer `border`."""
         return tokens_of_members(self._documents(samples), rule_of_text(options), options, cp_size)
 
+    def num_entering(self, samples: Sequence[Sample], source: str) -> int:
+        """Counts the rows of a module's outputs that enter the stage: of shared tokens, those that this rank holds."""
+        if self._context is None or self._context.size == 1:
+            return sum(sample.num_outputs(source, self.name) for sample in samples)
+        sequences = layout_of(samples, self.name, packed=True)
+        places = places_of_outputs(samples, self.name, source, sequences)
+        return len(self._share(samples, self.device).own(places))
+
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
         return tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)
 

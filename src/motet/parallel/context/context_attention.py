@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from motet.attention.kernels.backends import Backend
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
@@ -35,7 +36,7 @@ from motet.attention.masks.tile_counts import blocks_seen
 from motet.devices import to_device
 from motet.parallel.context.attention_sinks import backward_with_sinks, forward_with_sinks
 from motet.parallel.context.ring_attention import ring_attention
-from motet.parallel.tensor.tensor_collectives import TensorParallel
+from motet.parallel.tensor.tensor_collectives import TensorParallel, exchange_rows
 from motet.plan import ContextOptions
 
 
@@ -107,9 +108,9 @@ class SharedAttention:
         # Under autocast rotary positions leave queries and keys in float32 and values not.
         device = query.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-        query, key, value = (
-            torch.nn.functional.pad(t[0].to(dtype), (0, 0, 0, whole - t.shape[2])) for t in (query, key, value)
-        )
+        if whole > self.num_local_tokens:
+            query, key, value = (pad(t, (0, 0, 0, whole - t.shape[2])) for t in (query, key, value))
+        query, key, value = (t[0].to(dtype) for t in (query, key, value))
         return attend(query, key, value, sinks, self, scale)[None, :, : self.num_local_tokens]
 
     @cached_property
@@ -381,32 +382,21 @@ def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -
     return collected.index_select(0, to_device(torch.from_numpy(place), own.device))
 
 
-class _Trade(torch.autograd.Function):
-    """Ulysses' all-to-all: [heads, own tokens, dim] -> [heads / traders, their tokens, dim]; the backward inverts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: SharedAttention, to_heads: bool) -> Tensor:
-        ctx.shared, ctx.to_heads = shared, to_heads
-        return _tokens_to_heads(x, shared) if to_heads else _heads_to_tokens(x, shared)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
-        return (_heads_to_tokens if ctx.to_heads else _tokens_to_heads)(d_x, ctx.shared), None, None
-
-
-def _tokens_to_heads(x: Tensor, shared: SharedAttention) -> Tensor:
-    size, own = shared.num_traders, x.shape[1]
-    sent = x.unflatten(0, (size, x.shape[0] // size)).transpose(1, 2).flatten(0, 1)  # [size * own tokens, heads, dim]
-    num_sent, num_received = _trade_sizes(own, shared)
-    return _Pending(sent, num_sent, num_received, shared.cp.group).wait().transpose(0, 1).contiguous()
+def _tokens_to_heads(tensors: Sequence[Tensor], shared: SharedAttention) -> list[Tensor]:
+    """Ulysses' all-to-all: each [heads, own tokens, dim] -> [heads / traders, their tokens, dim]."""
+    num_own, num_theirs = _trade_sizes(tensors[0].shape[1], shared)
+    parts = [x.unflatten(0, (shared.num_traders, -1)).transpose(1, 2).flatten(2) for x in tensors]
+    received = exchange_rows(torch.cat(parts, 2).flatten(0, 1), num_own, num_theirs, shared.cp.group)
+    of_tensors = zip(received.split([part.shape[2] for part in parts], 1), tensors, strict=True)
+    return [rows.unflatten(1, (-1, x.shape[2])).transpose(0, 1) for rows, x in of_tensors]
 
 
 def _heads_to_tokens(x: Tensor, shared: SharedAttention) -> Tensor:
+    """The inverse, of a result."""
     own = shared.rows_of_ranks[shared.cp.rank]
-    num_received, num_sent = _trade_sizes(own, shared)
-    received = _Pending(x.transpose(0, 1), num_sent, num_received, shared.cp.group).wait()
-    return received.unflatten(0, (shared.num_traders, own)).transpose(1, 2).flatten(0, 1).contiguous()
+    num_own, num_theirs = _trade_sizes(own, shared)
+    received = exchange_rows(x.transpose(0, 1), num_theirs, num_own, shared.cp.group)
+    return received.unflatten(0, (shared.num_traders, own)).transpose(1, 2).flatten(0, 1)
 
 
 def _trade_sizes(own: int, shared: SharedAttention) -> tuple[list[int], list[int]]:
@@ -457,9 +447,7 @@ def _alone(
 def _traded(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, shared: SharedAttention, scale: float
 ) -> Tensor:
-    heads = [_Trade.apply(x, shared, True)[None] for x in (query, key, value)]
+    query, key, value = _tokens_to_heads((query, key, value), shared)
     own_sinks = None if sinks is None else sinks.chunk(shared.num_traders)[shared.cp.rank % shared.num_traders]
-    if shared.ring_size > 1:
-        query, key, value = (x[0] for x in heads)
-        return _Trade.apply(ring_attention(query, key, value, own_sinks, shared, scale), shared, False)
-    return _Trade.apply(_Whole.apply(*heads, own_sinks, shared, scale)[0], shared, False)
+    attend = ring_attention if shared.ring_size > 1 else _alone
+    return _heads_to_tokens(attend(query, key, value, own_sinks, shared, scale), shared)

@@ -181,7 +181,8 @@ def shared_attention(
     query = _by_own_places(module, query, context)
     out = context.attention((sliding_window, _chunk_of(module)))(query, key, value, scale, s_aux)
     context.num_calls += 1
-    out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
+    if context.num_rows > context.num_held:
+        out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
     return out.transpose(1, 2).contiguous(), None
 
 

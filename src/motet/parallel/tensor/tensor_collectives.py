@@ -96,6 +96,26 @@ def _own_last(x: Tensor, tp: TensorParallel) -> Tensor:
     return x.chunk(tp.size, -1)[tp.rank].contiguous()
 
 
+def exchange_rows(
+    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Rows [n, ...], `num_sent` of them to each rank of the group in order -> those from each rank in order. Gradients
+    travel back."""
+    return _collective(
+        rows,
+        lambda x: _all_to_all(x, num_sent, num_received, group),
+        lambda grad: _all_to_all(grad, num_received, num_sent, group),
+    )
+
+
+def _all_to_all(
+    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    result = rows.new_empty((sum(num_received), *rows.shape[1:]))
+    dist.all_to_all_single(result, rows.contiguous(), list(num_received), list(num_sent), group=group)
+    return result
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity in the forward; the backward multiplies the gradient by a factor."""
     return _collective(x, lambda x: x.view_as(x), lambda grad: grad * factor)

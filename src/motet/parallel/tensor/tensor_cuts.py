@@ -220,7 +220,7 @@ class _Derivation:
                 for member in self.modules[path].children()
             ),
         )
-        if self.distributes_experts and not experts and cuts.is_whole_model:
+        if self.distributes_experts and not experts and cuts.blocks and cuts.is_whole_model:
             raise UserError("ep: the model has no experts that can be distributed; use ep 1")
         return cuts
 
