@@ -135,9 +135,10 @@ class ListClock:
         all_forwards_first: bool = False,
         *,
         policy: Policy | None = None,
+        most_urgent_first: Ints | None = None,
         splits: bool = False,
     ) -> None:
-        """`splits`: backwards into halves; needs a `policy`."""
+        """`most_urgent_first`: all actions. `splits`: backwards into halves; needs this or a `policy`."""
         self.all_forwards_first = all_forwards_first
         self.num_cells = routes.num_cells
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
@@ -155,7 +156,11 @@ class ListClock:
         self.pipeline = [number[stage.module, stage.replica] for stage in routes.stages]
         self.ended_s = [0.0] * (1 + max(number.values()))
         """End of each pipeline's last action."""
-        if policy is None:
+        self.ends_s = [0.0] * len(self.tables.seconds)
+        """End of each action."""
+        if most_urgent_first is not None:
+            self._number_urgencies(most_urgent_first)
+        elif policy is None:
             self._set_urgencies(due_by_cell(routes))
         else:
             self._set_urgencies_by(policy, due_by_cell(routes))
@@ -201,7 +206,7 @@ class ListClock:
         np.maximum.at(last, pipeline, np.array(due, dtype=float)[cells])
         urgent = remaining_s / np.maximum(longest_s[pipeline], np.finfo(float).tiny)
         urgent += policy.backward * ~is_forward - policy.earlier * np.array(due)[cells] / last[pipeline]
-        self._number_urgencies(np.lexsort((np.array(due)[cells], -urgent)))
+        self._number_urgencies(self.actions[np.lexsort((np.array(due)[cells], -urgent))])
 
     def _set_urgencies(self, due: Sequence[int]) -> None:
         """Smaller goes first: forwards that someone waits for, backwards, forwards that nobody waits for; then the
@@ -213,7 +218,7 @@ class ListClock:
         waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
         turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
         keys = (-np.array(remaining_s)[self.actions], np.array(due, dtype=np.int64)[cells], turn)
-        self._number_urgencies(np.lexsort(keys))
+        self._number_urgencies(self.actions[np.lexsort(keys)])
 
     def _remaining_s(self) -> list[float]:
         """The longest time from each action's start to the end of the iteration."""
@@ -223,8 +228,8 @@ class ListClock:
             remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
         return remaining_s
 
-    def _number_urgencies(self, order: Ints) -> None:
-        self.action_of: list[int] = self.actions[order].tolist()
+    def _number_urgencies(self, most_urgent_first: Ints) -> None:
+        self.action_of: list[int] = most_urgent_first.tolist()
         """By urgency."""
         self.urgency = [NOTHING] * len(self.tables.seconds)
         for urgency, action in enumerate(self.action_of):
@@ -276,7 +281,7 @@ class ListClock:
                 action = heapq.heappop(self.running)[2]
                 self._finish(action, idle)
                 pipeline = self.pipeline[self.cell_stage[action % self.num_cells]]
-                self.ended_s[pipeline] = now
+                self.ended_s[pipeline] = self.ends_s[action] = now
                 touched.add(pipeline)
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
         return self.lists
@@ -290,11 +295,15 @@ class ListClock:
     def _queues(self, action: int) -> list[list[int]]:
         if action < self.num_cells:
             return self.ready_forwards
-        if action >= self.first_weight or (
+        return self.ready_weights if self.fills(action) else self.ready_backwards
+
+    def fills(self, action: int) -> bool:
+        """Whether an action runs where nothing else can, as nothing waits for it."""
+        if action < self.num_cells:
+            return False
+        return action >= self.first_weight or (
             action < self.first_input and self.is_deferred[action - self.first_backward]
-        ):
-            return self.ready_weights
-        return self.ready_backwards
+        )
 
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
