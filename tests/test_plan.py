@@ -150,8 +150,9 @@ def test_microbatches_and_recomputation_are_checked() -> None:
     shared = replace(language_model(replica(0), replica(1)), ep=2)
     with pytest.raises(ValueError, match=r"replicas that share experts \(ep 2\) need equal numbers"):
         Plan(modules={"llm": shared}, edges=(), num_microbatches=1, replica_microbatches=(1, 2))
-    with pytest.raises(ValueError, match=r"replica_microbatches: is \[0\]; give at least 1 each"):
-        replace(PLAN, replica_microbatches=(0,))
+    for count, remedy in ((0, "at least 1"), (1_000_001, "at most 1000000")):
+        with pytest.raises(ValueError, match=rf"replica_microbatches\[1\]: is {count}; give {remedy}$"):
+            replace(PLAN, replica_microbatches=(2, count))
     with pytest.raises(ValueError, match="recompute: there is no module 'text'"):
         replace(PLAN, recompute=("text",))
 

@@ -310,18 +310,19 @@ def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     phases = phases_of(config)
-    for phase in phases.values():
+    plans: dict[str, Plan] = {}
+    for name, phase in phases.items():
         # What is wrong with a later phase is said before the first one is trained.
         problem = read_problem(phase)
         if phase.parallel.run_ahead:  # Whether an encoder can depends on what the phase trains.
-            read_or_make_plan(None, phase, problem)
+            plans[name] = read_or_make_plan(None, phase, problem)
     for name, phase in phases.items():
         there = find_checkpoints(Path(phase.train.output) / "checkpoints")
         if phase.train.resume == "latest" and there and step_of(there[-1]) >= phase.train.steps:
             print(f"phase {name}: is finished", file=sys.stderr, flush=True)
             continue
         print(f"phase {name}: {phase.train.steps} steps", file=sys.stderr, flush=True)
-        results[name] = train(phase)
+        results[name] = train(phase, plan=plans.get(name))
     if not results:
         raise UserError("train.resume: every phase is finished; give more steps, or leave it out to begin anew")
     return {**list(results.values())[-1], "phases": results}

@@ -2,6 +2,9 @@
 
 import os
 
+SHARES_CORES = "MOTET_SHARES_CORES"
+"""The variable that is set where the user has not said how many threads torch takes."""
+
 
 def is_first_process() -> bool:
     """Whether this process is rank 0, or none of several ranks; before any process group is there."""
@@ -10,9 +13,17 @@ def is_first_process() -> bool:
 
 def set_environment() -> None:
     """Sets them where the user has not."""
-    # Processes are forked, and must not inherit a pool of threads.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Processes are forked, and must not inherit a pool of threads.
+        os.environ |= {"OMP_NUM_THREADS": "1", SHARES_CORES: "1"}
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # torch prints a page of C++ frames for every lost connection; our own messages say what follows from it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def gives_threads() -> bool:
+    """Whether the user has said by OMP_NUM_THREADS how many threads torch takes. One thread under torchrun is not
+    counted: torchrun sets it where the user has not."""
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    return "OMP_NUM_THREADS" in os.environ and SHARES_CORES not in os.environ and not is_torchruns

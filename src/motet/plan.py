@@ -267,11 +267,8 @@ def check_plan(plan: Plan) -> None:
     _require(plan.version == VERSION, f"version: is {plan.version}; this motet reads {VERSION}, so make the plan anew")
     _require(bool(plan.modules), "modules: is empty; give at least one module")
     _check_microbatches(plan.num_microbatches, "num_microbatches")
-    _require(
-        all(count >= 1 for count in plan.replica_microbatches),
-        f"replica_microbatches: is {list(plan.replica_microbatches)}; give at least 1 each",
-    )
-    _check_microbatches(max(plan.replica_microbatches, default=1), "replica_microbatches")
+    for r, count in enumerate(plan.replica_microbatches):
+        _check_microbatches(count, f"replica_microbatches[{r}]")
     limit = plan.max_packed_tokens
     _require(limit is None or limit >= 1, f"max_packed_tokens: is {limit}; give at least 1, or null")
     for name, module in plan.modules.items():

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,10 @@ class Disturbed(ToyStage):
 
     def forward(self, inputs: StageInput) -> StageOutput:
         if inputs.hidden is None:
-            inputs = replace(inputs, features=[{"x": self.disturb(self, feature["x"])} for feature in inputs.features])
+            features = [{"x": self.disturb(self, feature["x"])} for feature in inputs.features]
+            inputs = inputs._replace(features=features)
         else:
-            inputs = replace(inputs, hidden=self.disturb(self, inputs.hidden))
+            inputs = inputs._replace(hidden=self.disturb(self, inputs.hidden))
         return super().forward(inputs)
 
 

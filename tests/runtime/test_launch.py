@@ -14,6 +14,8 @@ import torch.distributed as dist
 from sampling import in_campaigns
 
 import motet.runtime.launch as launching
+from motet import devices
+from motet.environment import set_environment
 from motet.errors import UserError
 from motet.runtime.launch import WorkerFailedError, check_world_size, launch
 
@@ -55,6 +57,30 @@ def test_no_port_is_open_to_other_machines() -> None:
 
     found = launch(listening, 0, num_processes=2)
     assert all(address.startswith("0100007F:") for address in found), found
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, 4),
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "run"}, None),
+        # torchrun gives one thread itself.
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, 4),
+    ],
+)
+def test_a_process_has_its_share_of_the_cores_unless_the_user_gives_threads(
+    variables: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "TORCHELASTIC"))}
+    monkeypatch.setattr(os, "environ", environment | variables)
+    set_environment()
+    monkeypatch.setattr(devices, "available_cores", lambda: 8)
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    devices.share_cores(2)
+    assert given == ([] if threads is None else [threads])
 
 
 def _fds(pid: int) -> list[str]:

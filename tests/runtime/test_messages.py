@@ -8,9 +8,10 @@ import torch
 from distributed import run_distributed
 from torch import Tensor
 
+from motet.errors import UserError
 from motet.runtime.communication import messages
 from motet.runtime.communication.deadline import Deadline
-from motet.runtime.communication.messages import Carried, Mailbox
+from motet.runtime.communication.messages import Carried, Mailbox, addresses_of
 from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
@@ -26,7 +27,7 @@ def mailbox(
 ) -> Mailbox:
     deadline = Deadline(timedelta(seconds=10))
     deadline.start()
-    return Mailbox(rank, tags or {}, uses or {}, deadline, LINKS)
+    return Mailbox(addresses_of(rank, tags or {}, LINKS), uses or {}, deadline)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:
@@ -131,3 +132,11 @@ def test_an_answered_send_is_let_go_after_its_backward() -> None:
         return kept
 
     assert run_distributed(work, 2) == [True, True]
+
+
+def test_addresses_name_peer_communicator_and_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, back = message(0), message(0, gradient=True)
+    monkeypatch.setattr(messages, "pairs_by_tag", lambda: False)
+    assert addresses_of(0, {there: 4, back: 7}, LINKS) == {there: ((1,), None, 4), back: ((1,), None, 7)}
+    with pytest.raises(UserError, match="rank 0 would send to rank 1, which have different shares"):
+        addresses_of(0, {there: 4}, {})

@@ -18,6 +18,7 @@ from motet.assignment.sample import Sample
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 
+NOT_FOR_TOWERS = "is not supported for contrastive towers; leave it out"
 ReplicaKey = tuple[str, int]
 """Module and replica."""
 
@@ -89,7 +90,7 @@ def _cut_at(layer: int, stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def why_not_ahead(plan: Plan) -> str | None:
     """Why no stage can run ahead, or for what it is not shown to change nothing; None if some can."""
     if plan.loss_module is not None:
-        return "is not supported for contrastive towers; leave it out"
+        return NOT_FOR_TOWERS
     ahead = stages_ahead(replace(plan, run_ahead=True))
     if not ahead:
         return _why_none(plan)

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from motet.assignment.sample import IGNORED_LABEL
 from motet.errors import UserError
 from motet.families.entry_points import loaded
 
@@ -68,8 +66,3 @@ def is_tied(model: Any) -> bool:
     # One of them is another stage's. Some classes do not tie, whatever their configuration says (BigBird-Pegasus).
     both = {name for name, p in model.named_parameters(remove_duplicate=False) if p is head or p is embedding}
     return any(name in both and source in both for name, source in model.all_tied_weights_keys.items())
-
-
-def next_labels(labels: Tensor) -> Tensor:
-    """Returns the label that each token predicts: [T] -> [T]."""
-    return torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)])

@@ -48,6 +48,8 @@ class SequenceRotary:
 
     def __init__(self, model: nn.Module, blocks: str) -> None:
         self._lengths: Tensor | None = None
+        self.reads_lengths = False
+        """Whether the model has such positions."""
         for path, module in model.named_modules():
             if not depends_on_length(module):
                 continue
@@ -57,9 +59,11 @@ class SequenceRotary:
                     "supported; set rope_parameters.rope_type in values"
                 )
             module.forward = self._by_length(module, module.forward)
+            self.reads_lengths = True
 
-    def begin(self, lengths: Tensor) -> None:
-        """`lengths`: [rows, columns] of the coming forward, of each token's sample; on the CPU."""
+    def begin(self, lengths: Tensor | None) -> None:
+        """`lengths`: [rows, columns] of the coming forward, of each token's sample; on the CPU. None: nothing reads
+        them."""
         self._lengths = lengths
 
     def _by_length(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

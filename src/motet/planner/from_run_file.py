@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.next_batch import NOT_FOR_TOWERS
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
@@ -114,7 +115,7 @@ def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) ->
     if config.parallel.run_ahead and config.train.failures is not None:
         raise UserError("parallel.run_ahead: is not supported with train.failures; leave one of them out")
     if config.parallel.run_ahead and graph.of_kind("loss"):
-        raise UserError("parallel.run_ahead: is not supported for contrastive towers; leave it out")
+        raise UserError(f"parallel.run_ahead: {NOT_FOR_TOWERS}")
     schedule, assignment = config.parallel.schedule, config.parallel.assignment
     if assignment not in ASSIGNMENTS:
         near = closest(assignment.lower(), ASSIGNMENTS, "give one of")

@@ -28,11 +28,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from motet.addresses import address_text, interface_towards
-from motet.cluster import available_cores
 from motet.config import RunConfig
+from motet.devices import share_cores
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.templates.pipelines import Templates
@@ -330,7 +328,7 @@ def _run_process(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     os.environ |= OUTLIVING_PEERS
-    torch.set_num_threads(max(1, available_cores() // (node_size * nodes_here)))
+    share_cores(node_size * nodes_here)
     link = AgentLink(pipe)
     try:
         TrainingProcess(config, link, node_size, needs).run()

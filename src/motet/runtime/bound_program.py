@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from motet.runtime.communication.gradient_reduction import GradientReducer
-from motet.runtime.communication.messages import Carried, LocalProgram
+from motet.runtime.communication.messages import Address, Carried, LocalProgram, addresses_of
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.communicators import Link
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Route, Routes
@@ -33,9 +35,14 @@ class BoundMessage(NamedTuple):
     is_resharded: bool
     is_whole: bool
     """Whether all rows that the sender has are sent."""
+    is_plain: bool
+    """Whether it carries the whole value: neither a piece nor a share of the rows."""
     dtype: torch.dtype
     is_answered: bool
     """Whether a gradient will come back for what is sent."""
+
+    def __str__(self) -> str:
+        return str(self.message)
 
 
 class BoundRead(NamedTuple):
@@ -55,6 +62,8 @@ class BoundRead(NamedTuple):
 
 class BoundCompute(NamedTuple):
     action: Compute
+    kind: str
+    """Of its span, a key of `SPAN_KINDS`."""
     runner: StageRunner
     is_split: bool
     """Whether the cell's backward runs in two halves."""
@@ -73,6 +82,9 @@ class BoundCompute(NamedTuple):
     seed_text: bytes
     """The cell as text, from which its seed is derived; of the next batch's cells, as its own iteration names them."""
 
+    def __str__(self) -> str:
+        return str(self.action)
+
 
 BoundStep = BoundMessage | BoundCompute | Reduce
 
@@ -82,6 +94,8 @@ class BoundProgram(NamedTuple):
     steps: tuple[BoundStep, ...]
     uses: Mapping[int, int]
     """`LocalProgram.uses` by number of the value."""
+    addresses: Mapping[Message, Address]
+    """Of this rank's messages."""
 
 
 def bind(
@@ -89,12 +103,16 @@ def bind(
     routes: Routes,
     runners: Mapping[tuple[str, int, int], StageRunner],
     overlapping: Mapping[tuple[str, int, int], tuple[GradientReducer, ...]],
+    links: Mapping[Link, dist.ProcessGroup | None],
 ) -> BoundProgram:
     """`routes`: of any batch for which the program is. `overlapping`: by stage, the reductions whose gradients are all
-    final within its last backward."""
+    final within its last backward. `links`: this rank's communicators.
+
+    Raises `UserError` as `addresses_of`."""
     binding = _Binding(program, routes, runners, overlapping)
     steps = tuple(binding.bound(step) for step in program.steps)
-    return BoundProgram(program, steps, {binding.number(value): count for value, count in program.uses.items()})
+    uses = {binding.number(value): count for value, count in program.uses.items()}
+    return BoundProgram(program, steps, uses, addresses_of(program.rank, program.tags, links))
 
 
 class _Binding:
@@ -125,15 +143,18 @@ class _Binding:
         number = next(i for i, route in enumerate(routes) if route.target == message.target)
         route, is_sent, gradient = routes[number], message.sender == self._program.rank, message.gradient
         runner = self._runners[(message.source if is_sent != gradient else message.target)[:3]]
+        num_shares = runner.num_row_shares(route, gradient=gradient)
+        is_whole = runner.rows.is_whole(route, gradient=gradient)
         return BoundMessage(
             message=message,
             value=self.number(message.value),
             route=number,
             is_sent=is_sent,
             runner=runner,
-            num_shares=runner.num_row_shares(route, gradient=gradient),
+            num_shares=num_shares,
             is_resharded=runner.rows.is_resharded(route),
-            is_whole=runner.rows.is_whole(route, gradient=gradient),
+            is_whole=is_whole,
+            is_plain=is_whole and num_shares == 1,
             dtype=runner.message_dtype(route),
             is_answered=route.carries_gradient and not gradient,
         )
@@ -165,6 +186,7 @@ class _Binding:
             returns = {value.source: self.number(value) for value in gradients if uses.get(value)}
         return BoundCompute(
             action=action,
+            kind=kind.value,
             runner=runner,
             is_split=cell in self._program.split,
             ran_before=cell in self._routes.ran_before,

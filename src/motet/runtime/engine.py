@@ -346,7 +346,7 @@ class Engine:
             if name in losses and runner.reports_loss(self.model.mesh.rank):
                 totals[list(losses).index(name)] += runner.loss_sum
         if not forward_only:
-            reached = self.model.reached()
+            reached = self.model.reached() if self._trained else set()
             with self.executor.doing("the sums inside tensor-parallel groups"):
                 self.model.finish_gradients()
             if self._trained:

@@ -19,19 +19,19 @@ from motet.models.stages.stage import Batch
 from motet.parallel.context.context_rows import Piece
 from motet.parallel.mesh import Mesh
 from motet.parallel.tensor.tensor_collectives import rows_of_share
-from motet.plan import Stage, places
-from motet.runtime.bound_program import BoundCompute, BoundMessage, BoundProgram, BoundRead, bind
+from motet.plan import places
+from motet.runtime.bound_program import BoundCompute, BoundMessage, BoundProgram, BoundRead, BoundStep, bind
 from motet.runtime.communication.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.communication.gradient_reduction import GradientReducer
 from motet.runtime.communication.messages import LocalProgram, Mailbox
 from motet.runtime.span_recorder import SpanRecorder
 from motet.runtime.stage_runner import StageRunner
-from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.action import Kind, Reduce
 from motet.schedule.dependencies import Holder
-from motet.schedule.lower import Message, Step
-from motet.schedule.routes import Cell, Route, Routes
+from motet.schedule.lower import Message
+from motet.schedule.routes import Route, Routes
 
-Doing = Step | str | None
+Doing = BoundStep | str | None
 """The activity of a rank: a step of its program, or a description of something outside of it."""
 
 
@@ -90,19 +90,17 @@ class Executor:
                 by_block = stage in program.gathered_by_block
                 runner.begin_iteration(routes, batch, loss_tokens, seed, next_draw_key=next_seed, by_block=by_block)
             if program not in self._bound:
-                self._bound[program] = bind(program, routes, self.runners, self._overlapping)
+                self._bound[program] = bind(program, routes, self.runners, self._overlapping, self.mesh.links)
         bound = self._bound[program]
-        self._mailbox = Mailbox(program.rank, program.tags, bound.uses, self.deadline, self.mesh.links)
+        self._mailbox = Mailbox(bound.addresses, bound.uses, self.deadline)
         with self._naming_errors():
             for step in bound.steps:
+                self._doing = step
                 if isinstance(step, BoundMessage):
-                    self._doing = step.message
                     self._exchange(step)
                 elif isinstance(step, BoundCompute):
-                    self._doing = step.action
                     self._compute(step)
                 else:
-                    self._doing = step
                     if not self.reducers[step].is_late:
                         self.reducers[step].start()
         self._doing = None
@@ -138,7 +136,7 @@ class Executor:
         start = self.recorder.mark()
         runner.forward(cell, inputs, is_split=bound.is_split)
         self._put_output(bound)
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
 
     def _put_output(self, bound: BoundCompute) -> None:
         cell = bound.action.cell
@@ -161,7 +159,7 @@ class Executor:
         returned = runner.backward(cell, gradients)
         for reducer in bound.reducers:
             reducer.disarm()
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
         for route, gradient in returned.items():
             value = bound.returns.get(route.source)
             if value is not None:
@@ -176,7 +174,7 @@ class Executor:
         for parameter in runner.backward_weight(action.cell):
             for reducer in bound.reducers:
                 reducer.accumulated(parameter)
-        self.recorder.record(action, action.kind.value, start)
+        self.recorder.record(action, bound.kind, start)
 
     def _take(self, read: BoundRead, route: Route, runner: StageRunner) -> torch.Tensor:
         """Receives what a route, or its gradient route, brings to this rank."""
@@ -214,6 +212,9 @@ class Executor:
 
     def _exchange(self, bound: BoundMessage) -> None:
         message, runner = bound.message, bound.runner
+        if bound.is_sent and bound.is_plain:
+            self._mailbox.send(message, self._mailbox.use(bound.value), answered=bound.is_answered)
+            return
         route = self._routes.outgoing[message.source][bound.route]
         piece = None
         if not bound.is_whole:
@@ -284,8 +285,9 @@ class Executor:
 
     def describe(self) -> str:
         """A message that says what this rank is doing, and for what it waits."""
-        text = f"rank {self.mesh.rank} is at {self._doing}"
-        if isinstance(self._doing, Compute) and len(group := self._stage(self._doing.cell).ranks) > 1:
+        doing = self._doing
+        text = f"rank {self.mesh.rank} is at {doing}"
+        if isinstance(doing, BoundCompute) and len(group := doing.runner.stage.ranks) > 1:
             text += f" (together with ranks {_listed(group)})"
         waiting_for = self.deadline.waiting_for
         if waiting_for is None:
@@ -294,9 +296,6 @@ class Executor:
         told = what if isinstance(what, str) else f"{'message' if isinstance(what, Message) else 'the sum'} {what}"
         others = [rank for rank in peers if rank != self.mesh.rank]
         return f"{text} and waits for {told} with rank{'s' * (len(others) > 1)} {_listed(others)}"
-
-    def _stage(self, cell: Cell) -> Stage:
-        return self.runners[cell[:3]].stage
 
 
 def _seed_digest(seed: tuple[int, ...] | None) -> "hashlib.blake2b | None":

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
-from motet.cluster import available_cores
-from motet.devices import barrier
+from motet.devices import barrier, share_cores
 from motet.environment import is_first_process
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
@@ -192,7 +191,7 @@ def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = N
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device != "cpu":
         torch.accelerator.set_device_index(local_rank)
-    torch.set_num_threads(max(1, available_cores() // local_size))
+    share_cores(local_size)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         init_method=None if rendezvous is None else f"file://{rendezvous}",

@@ -149,6 +149,7 @@ class LocalModel:
         self.parameters: list[LocalParameter] = []
         for key in self.stages:
             self.parameters += self._parameters_of(key)
+        self._counted = [p.parameter for p in self.parameters if p.is_counted]
         self._whole_sums: list[WholeSum] = []
         self.reducers = self._make_reducers()
 
@@ -306,7 +307,7 @@ class LocalModel:
 
     def counted_squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of all gradients; the sum over all ranks counts each element once."""
-        return squared_norm(p.parameter.grad for p in self.parameters if p.is_counted and p.parameter.grad is not None)
+        return squared_norm([p.grad for p in self._counted if p.grad is not None])
 
     def modules(self) -> list[nn.Module]:
         """This rank's stages."""

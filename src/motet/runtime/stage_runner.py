@@ -29,7 +29,7 @@ from motet.schedule.routes import Cell, Route, Routes
 CPU = torch.device("cpu")
 
 
-@dataclass
+@dataclass(slots=True)
 class Saved:
     """State that a forward leaves for its backward and for the routes that carry its output."""
 
@@ -86,6 +86,9 @@ class StageRunner:
         """Of this iteration's routes, by whether they enter the stage."""
         self._computes_plainly = sharded is None and self._parameter_dtype not in HALF_DTYPES
         """Whether a forward needs no contexts but that of autograd."""
+        self._floats_at = CPU if self.reads_on_host else device
+        self._integers_at = CPU if self.integers_on_host else device
+        """Where features are read."""
         has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
         self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
@@ -95,8 +98,10 @@ class StageRunner:
         """Outputs of the next batch's cells, by the names that they have in the next iteration."""
         self._kept_before: dict[Cell, Tensor] = {}
         """Outputs that the iteration before has kept for this one."""
+        self._losses: list[Tensor] = []
+        """Of the microbatches so far, unweighted."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        """Sum of the stage's losses in the iteration so far, unweighted."""
+        """Sum of the stage's losses in the last iteration, unweighted."""
 
     def begin_iteration(
         self,
@@ -115,6 +120,7 @@ class StageRunner:
         by_block: whether a fully sharded stage gathers its parameters block by block; otherwise once, now.
         """
         self._routes, self._batch, self._draw_key, self._next_draw_key = routes, batch, draw_key, next_draw_key
+        self._recomputes = self.name in routes.plan.recompute_features
         if not routes.forward_only:
             self._kept_before, self._kept = self._kept, {}
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
@@ -122,12 +128,15 @@ class StageRunner:
         self._half_done.clear()
         self._shapes.clear()
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
-        self.loss_sum.zero_()
+        self._losses.clear()
         if self._sharded is not None:
             self._sharded.begin_step(by_block=by_block)
 
     def end_iteration(self) -> None:
         """Collective where replicas share parameters."""
+        self.loss_sum = (
+            torch.stack(self._losses).sum(dtype=torch.float64) if self._losses else torch.zeros_like(self.loss_sum)
+        )
         if not self._routes.forward_only:
             self._kept_before.clear()
         if self._sharded is not None:
@@ -144,7 +153,7 @@ class StageRunner:
 
     def runs_again(self, cell: Cell) -> bool:
         """Whether the cell's backward begins with another forward."""
-        return self.name in self._routes.plan.recompute_features and cell in self._routes.with_backward
+        return self._recomputes and cell in self._routes.with_backward
 
     def receives(self, route: Route) -> bool:
         """Whether what a route into this stage carries comes to this rank."""
@@ -231,16 +240,15 @@ class StageRunner:
         }
         split = SplitBackward() if is_split else None
         stage_input = self._stage_input(cell, leaves)
-        with_graph = keeps_graph and not self.runs_again(cell)
-        if split is None and self._computes_plainly:
-            with torch.set_grad_enabled(with_graph):
-                output = self.module(stage_input)
+        with_graph = keeps_graph and not self._recomputes
+        if split is None and self._computes_plainly and with_graph == torch.is_grad_enabled():
+            output = self.module(stage_input)
         else:
             with self._computing(split, with_graph=with_graph):
                 output = self.module(stage_input)
         if self._loss_weight:
             assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
-            self.loss_sum += output.loss.detach()
+            self._losses.append(output.loss.detach())
         if keeps_graph or self._hands_on(cell):
             self._saved[cell] = Saved(leaves, output, split)
 
@@ -255,17 +263,13 @@ class StageRunner:
     def _stage_input(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> StageInput:
         members = self._routes.samples(cell)
         samples = members_of_cell(self._batch.samples, members, self.data_module)
-        features: list[dict[str, Tensor]] = [{} for _ in samples]
-        if self.module.needs_features and not members:
-            ids = torch.zeros(1, dtype=torch.long, device=CPU if self.integers_on_host else self.device)
+        if not self.module.needs_features:
+            features: list[dict[str, Tensor]] = [{} for _ in samples]
+        elif members:
+            features = [self._features(i) for i in members]
+        else:
+            ids = torch.zeros(1, dtype=torch.long, device=self._integers_at)
             features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
-        elif self.module.needs_features:
-            for sample, i in zip(features, members, strict=True):
-                for key, tensor in self._batch.features(self.data_module, i).items():
-                    is_kept = self.reads_on_host if tensor.is_floating_point() else self.integers_on_host
-                    where = CPU if is_kept else self.device
-                    tensor = tensor if tensor.device == where else to_device(tensor, where)
-                    sample[key] = _as(tensor, self._parameter_dtype) if tensor.is_floating_point() else tensor
         return StageInput(
             samples=samples,
             features=features,
@@ -275,6 +279,17 @@ class StageRunner:
             draw_key=self._next_draw_key if cell in self._routes.ahead else self._draw_key,
             shares=self._shares(cell),
         )
+
+    def _features(self, sample: int) -> dict[str, Tensor]:
+        """A sample's features, where and in the dtype in which the stage reads them."""
+        features = {}
+        for key, tensor in self._batch.features(self.data_module, sample).items():
+            is_float = tensor.is_floating_point()
+            where = self._floats_at if is_float else self._integers_at
+            if tensor.device != where:
+                tensor = to_device(tensor, where)
+            features[key] = _as(tensor, self._parameter_dtype) if is_float else tensor
+        return features
 
     @contextmanager
     def _computing(self, split: SplitBackward | None, *, with_graph: bool) -> Iterator[None]:
@@ -389,8 +404,6 @@ class StageRunner:
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
         """Returns the rows of each source module, in the order of this microbatch's samples."""
-        if all(route.source.module == self.name for route in leaves):
-            return {}
         parts: dict[str, list[Route]] = {}
         for route in leaves:
             if route.source.module != self.name:

@@ -35,7 +35,8 @@ def schedule_with_next_batch(
     is_own = ~(routes.cell_is_ahead | routes.cell_ran_before)
     own_cells = np.flatnonzero(is_own)
     own = Dependencies(routes.selected(is_own))
-    # A cost model knows the cells of all routes only one by one.
+    # Not the model's own method: `seconds_of_actions` would take the model's durations by number, which count the
+    # cells of all routes.
     one_by_one = None if duration_s is None else lambda action: duration_s(action)
     schedule = make(own.routes, one_by_one)
     starts, ends = times_s(schedule, own, one_by_one or unit_duration)

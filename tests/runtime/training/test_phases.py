@@ -132,6 +132,15 @@ def test_that_a_later_phase_trains_what_should_run_ahead_is_said_before_the_firs
     assert not (tmp_path / "output").exists()
 
 
+def test_a_phase_that_runs_ahead_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, plans = motet.train, []
+    monkeypatch.setattr(motet.api, "train", lambda phase, plan: plans.append(plan) or {})
+    draw = {**PHASES[1], "set": {**PHASES[1]["set"], "parallel.run_ahead": True}}
+    train(in_phases(tmp_path, phases=[PHASES[0], draw]))
+    assert plans[0] is None  # What trains it makes its plan.
+    assert plans[1].run_ahead
+
+
 @pytest.mark.campaign
 def test_one_command_trains_all_and_goes_on(tmp_path: Path) -> None:
     run = generator_run(tmp_path, train={"output": str(tmp_path / "output"), "phases": PHASES})

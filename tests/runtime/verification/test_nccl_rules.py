@@ -1,10 +1,11 @@
 """Programs under NCCL's rules (tests/support/nccl_rules.py): the rules themselves, then models against one process.
 
-`make test` runs a few layouts, `make campaigns` every schedule under each kind of layout.
+`make test` runs each schedule with one kind of layout, `make campaigns` with every kind.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 
 import nccl_rules
 import pytest
@@ -142,6 +143,14 @@ def test_without_opened_communicators_tied_stages_wait_for_each_other(monkeypatc
     monkeypatch.setattr(engine_module, "open_communicators", lambda mesh, device, reducers: 0)
     with pytest.raises(AssertionError, match=r"waits (in vain|on the host) for"):
         check(TIED)
+
+
+def test_each_schedule_with_one_kind() -> None:
+    """All in the same processes."""
+    kinds = cycle(["tied", "frozen", "two encoders, halves of the data"])
+    scenarios = [scenario_of(schedule, kind) for schedule, kind in zip(SCHEDULES, kinds, strict=False)]
+    scenarios.append(scenario_of("dip", "fully sharded"))
+    check_together(scenarios, run=run_under_nccl_rules)
 
 
 @pytest.mark.parametrize("kind", in_campaigns(KINDS))

@@ -18,7 +18,6 @@ from scenario import Scenario
 from split_backwards import split_at_random
 from torch import Tensor
 
-from motet.models.stages import causal as causal_stage
 from motet.models.stages import causal as merge
 from motet.models.stages import language_model as language_model_stage
 from motet.parallel.context.packed_attention import PackedRow
@@ -152,7 +151,10 @@ def a_mean_of_means_over_microbatches(patch: pytest.MonkeyPatch) -> None:
 
 @bug(CHAIN, "vision", "audio", "language_model")
 def labels_shifted_by_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, causal_stage, "next_labels", lambda original, labels: original(original(labels)))
+    def twice(original: Any, features: Any) -> Any:
+        return original([{"labels": original([own])} for own in features])
+
+    wrap(patch, language_model_stage, "labels_of", twice)
 
 
 @bug(PACKED, "language_model")

@@ -1,5 +1,6 @@
 """Critical paths first: valid anywhere, within memory, and each pipeline by itself."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -46,6 +47,17 @@ def test_it_is_valid_wherever_stages_are(make: object, num_microbatches: int, mo
     }
     routes = routes_of(plans[make]())
     validate(critical_path(routes), Dependencies(routes))
+
+
+def test_costs_are_asked_once_for_all_policies() -> None:
+    routes, asked = routes_of(interleaved(3, 2, 4)), Counter[Compute]()
+
+    def duration_s(action: Compute) -> float:
+        asked[action] += 1
+        return UnequalCosts().compute_s(action)
+
+    critical_path(routes, duration_s)
+    assert set(asked.values()) == {1}
 
 
 def test_it_is_faster_where_runs_on_a_group_differ() -> None:

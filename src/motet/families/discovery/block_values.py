@@ -8,6 +8,7 @@ earlier block returned, or was put by one into a dictionary that blocks share.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,11 +39,20 @@ class Form:
     def width(self) -> int:
         return torch.Size(self.others).numel()
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a value of this form is [rows, columns, width] as it stands."""
+        return (self.rows, self.columns, len(self.others), self.dtype) == (0, 1, 1, None)
+
     def pack(self, value: Tensor) -> Tensor:
         """[rows, columns, width]"""
+        if self.is_packed:
+            return value
         return value.movedim((self.rows, self.columns), (0, 1)).flatten(2)
 
     def unpack(self, packed: Tensor) -> Tensor:
+        if self.is_packed:
+            return packed
         value = packed.unflatten(2, self.others).movedim((0, 1), (self.rows, self.columns))
         return value if self.dtype is None else value.round().to(self.dtype)
 
@@ -67,7 +77,12 @@ class BlockValues:
 
     def crossing(self, block: int) -> list[int]:
         """Indices of the values that are made before a block and read by it or a later one."""
-        return [i for i, value in enumerate(self.values) if value.origin < block <= max(value.readers)]
+        return [i for i, (origin, last) in enumerate(self._spans) if origin < block <= last]
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[int, int], ...]:
+        """Of each value: the block that made it, and the last one that reads it."""
+        return tuple((value.origin, max(value.readers)) for value in self.values)
 
     def width(self, block: int) -> int:
         """Width of all inputs of a block, side by side."""
@@ -76,10 +91,13 @@ class BlockValues:
     def pack(self, block: int, hidden: Tensor, made: Mapping[int, Tensor]) -> Tensor:
         """[rows, columns, width]: what crosses the border before a block. `made`: values by index."""
         values = [self.values[i].form.pack(made[i]).to(hidden.dtype) for i in self.crossing(block)]
-        return torch.cat([self.hidden.pack(hidden), *values], dim=-1)
+        packed = self.hidden.pack(hidden)
+        return torch.cat([packed, *values], dim=-1) if values else packed
 
     def unpack(self, block: int, packed: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         crossing = self.crossing(block)
+        if not crossing:
+            return self.hidden.unpack(packed), {}
         widths = [self.hidden.width, *(self.values[i].form.width for i in crossing)]
         hidden, *values = packed.split(widths, dim=-1)
         unpacked = {i: self.values[i].form.unpack(value) for i, value in zip(crossing, values, strict=True)}

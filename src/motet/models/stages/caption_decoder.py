@@ -50,12 +50,14 @@ class CaptionDecoderStage(CausalStage):
         mask = sequences.attention_mask()
         rows, labels = (None, None)
         if self.is_last:
-            rows, labels = (to_device(own, self.device) for own in labelled(labels_of(features), sequences.places()))
+            rows, labels = (
+                to_device(own, self.device) for own in labelled(labels_of(features), sequences.places_of_tokens())
+            )
         states, logits = self.run_layers(
             ids,
             hidden,
             rows=rows,
-            lengths=sequences.length_of_token(),
+            lengths=sequences.length_of_token() if self.reads_lengths else None,
             options={
                 "attention_mask": None if mask is None else to_device(mask, self.device),
                 "position_ids": to_device(sequences.position_ids(), self.device),

@@ -7,19 +7,21 @@ What a language model (`motet.models.stages.language_model`) and a caption decod
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
 from motet.devices import to_device
 from motet.errors import UserError
 from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
 from motet.families.known_masks import masks_known
-from motet.families.language_models import is_tied, next_labels
+from motet.families.language_models import is_tied
 from motet.families.rotary import SequenceRotary
 from motet.families.stored_weights import stored_buffers
 from motet.models.stages.stage import StageBase
@@ -55,6 +57,10 @@ class SequenceLayout:
             return [b * self.shape[1] for b in range(len(self.lengths))]
         return [sum(self.lengths[:b]) for b in range(len(self.lengths))]
 
+    def places_of_tokens(self) -> Tensor | None:
+        """As `places`; None if a token stands everywhere."""
+        return None if self.is_full else self.places()
+
     def places(self) -> Tensor:
         """Index of every token in the flattened [rows * columns], sample after sample."""
         if self.is_full:
@@ -72,7 +78,7 @@ class SequenceLayout:
         """[rows, columns], 1 where a token stands; None if one stands everywhere."""
         if self.is_full:
             return None
-        return (torch.arange(self.shape[1])[None] < torch.tensor(self.lengths)[:, None]).long()
+        return torch.from_numpy((np.arange(self.shape[1]) < np.array(self.lengths)[:, None]).astype(np.int64))
 
     def length_of_token(self) -> Tensor:
         """[rows, columns]: tokens of the sample that stands there."""
@@ -206,6 +212,11 @@ class CausalStage(StageBase):
         crossing = {*forms.crossing(own.start), *forms.crossing(own.stop)}
         return any(forms.values[i].origin >= 0 and len(forms.values[i].form.others) > 1 for i in crossing)
 
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether rotary positions depend on the lengths of the samples."""
+        return self._rotary.reads_lengths
+
     def run_layers(
         self,
         ids: Tensor,
@@ -213,7 +224,7 @@ class CausalStage(StageBase):
         *,
         enter: Callable[[Tensor], Tensor] | None = None,
         rows: Tensor | None = None,
-        lengths: Tensor,
+        lengths: Tensor | None,
         packed_positions: Tensor | None = None,
         options: Mapping[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
@@ -226,7 +237,7 @@ class CausalStage(StageBase):
             rows: indices into the flattened [rows * columns], of the logits that are wanted on the last stage; None:
                 all.
             lengths: [rows, columns], of each token's sample, which is longer than what stands here where a
-                context-parallel group shares it.
+                context-parallel group shares it; None unless the model `reads_lengths`.
             packed_positions: [rows, columns] on the host, of packed samples; None: each has a row of its own.
             options: of the model's forward; those that it does not know are left out.
 
@@ -270,22 +281,26 @@ class CausalStage(StageBase):
         assert len(states) == 1, "the head ran more than once"
         return states[0], logits.flatten(0, 1)
 
-    @contextmanager
-    def observed(self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None) -> Iterator[None]:
+    def observed(
+        self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None
+    ) -> AbstractContextManager[None]:
         """Around a forward. `held`: on the host, positions in the packed sequence of this rank's rows, -1 for rows that
         hold nothing; None: all of them."""
+        return self._observed(samples, sequences, held) if self.observers else nullcontext()
+
+    @contextmanager
+    def _observed(self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None) -> Iterator[None]:
         with ExitStack() as recording:
             for observer in self.observers:
                 recording.enter_context(observer.recording())
             yield
-        if self.observers:
-            sample_of_row, place_of_row = sequences.sample_of_token().flatten(), sequences.place_of_token().flatten()
-            if held is not None:
-                nothing = held < 0
-                sample_of_row = sample_of_row[held].masked_fill(nothing, -1)
-                place_of_row = place_of_row[held]
-            for observer in self.observers:
-                observer.add(samples, sample_of_row, place_of_row, self.device)
+        sample_of_row, place_of_row = sequences.sample_of_token().flatten(), sequences.place_of_token().flatten()
+        if held is not None:
+            nothing = held < 0
+            sample_of_row = sample_of_row[held].masked_fill(nothing, -1)
+            place_of_row = place_of_row[held]
+        for observer in self.observers:
+            observer.add(samples, sample_of_row, place_of_row, self.device)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of all tokens with a label. `labels`: what each row of `logits` is to predict."""
@@ -294,22 +309,24 @@ class CausalStage(StageBase):
 
 def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
     """[rows, columns], 0 where nothing stands."""
-    ids = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
-    ids[to_device(sequences.places(), ids.device)] = torch.cat([f["input_ids"] for f in features])
-    return ids.view(sequences.shape)
+    ids = [f["input_ids"] for f in features]
+    assert tuple(map(len, ids)) == sequences.lengths, (tuple(map(len, ids)), sequences.lengths)
+    return torch.cat(ids).view(sequences.shape) if sequences.is_full else pad_sequence(ids, batch_first=True)
 
 
 def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """[sum of T]: each token predicts the next of its own sample."""
-    return torch.cat([next_labels(f["labels"]) for f in features])
+    none = features[0]["labels"].new_full((1,), IGNORED_LABEL)
+    return torch.cat([part for f in features for part in (f["labels"][1:], none)])
 
 
-def labelled(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def labelled(labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the indices in the flattened [rows * columns] of the tokens with a label, and the labels.
 
     Args:
         labels: [T], what each token is to predict.
-        places: [T], where each token stands.
+        places: [T], where each token stands; None: one stands everywhere.
     """
-    counted = labels != IGNORED_LABEL
-    return to_device(places, labels.device)[counted], labels[counted]
+    counted = (labels != IGNORED_LABEL).nonzero().squeeze(1)
+    rows = counted if places is None else to_device(places, labels.device).index_select(0, counted)
+    return rows, labels.index_select(0, counted)

@@ -196,7 +196,7 @@ class CompositeLanguageModelStage(CausalStage):
         outputs = self._encoder_outputs(inputs)
         rows, labels = (None, None)
         if self.is_last:
-            found = labelled(labels_of(features), sequences.places())
+            found = labelled(labels_of(features), sequences.places_of_tokens())
             rows, labels = (to_device(tensor, self.device) for tensor in found)
         ids = HostValues.of(token_ids(features, sequences), self.device)
         with self._giving(outputs) as given, self.observed(samples, sequences, None), values_known(self.device):
@@ -205,7 +205,7 @@ class CompositeLanguageModelStage(CausalStage):
                 inputs.hidden,
                 rows=rows,
                 enter=lambda words: put_in(words, ids, outputs),
-                lengths=sequences.length_of_token(),
+                lengths=sequences.length_of_token() if self.reads_lengths else None,
                 options={**options, **given},
             )
         unread = [function.modality for function, made in outputs.items() if function.name and not made.was_read]

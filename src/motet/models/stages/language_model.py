@@ -225,11 +225,12 @@ class LanguageModelStage(CausalStage):
         """The hidden states [rows, columns, hidden_size]; on the last stage the sum of the token losses and, for other
         modules that read them, the hidden states of all tokens [sum of tokens, hidden_size], sample after sample."""
         sequences, context = self._sequences(inputs)
-        rows, labels = self._labelled(inputs.features, sequences, context) if self.is_last else (None, None)
+        device = self.device if inputs.hidden is None else inputs.hidden.device
+        rows, labels = self._labelled(inputs.features, sequences, context, device) if self.is_last else (None, None)
         recording = nullcontext() if self._router_loss is None else self._router_loss.recording()
         held = None if context is None else context.host_tokens.masked_fill(~context.host_held, -1)
         with recording, self.observed(inputs.samples, sequences, held):
-            states, logits = self._run(inputs, sequences, context, rows)
+            states, logits = self._run(inputs, sequences, context, rows, device)
         parts = [] if logits is None or labels is None else [self.loss_sum(logits, labels)]
         shared = self._context is not None and self._context.size > 1
         if self._router_loss is not None:
@@ -247,11 +248,11 @@ class LanguageModelStage(CausalStage):
         """Runs a stage that is the whole model. Returns the logits of all tokens [samples, longest sequence,
         vocabulary], padded on the right, and the sum of the token losses."""
         sequences, context = self._sequences(inputs)
-        _, logits = self._run(inputs, sequences, context, None)
+        _, logits = self._run(inputs, sequences, context, None, self.device)
         assert logits is not None
         loss = None
         if has_labels:
-            rows, labels = self._labelled(inputs.features, sequences, context)
+            rows, labels = self._labelled(inputs.features, sequences, context, self.device)
             loss = self.loss_sum(logits.index_select(0, rows), labels)
         if sequences.packed:
             return pad_sequence(logits.split(sequences.lengths), batch_first=True), loss
@@ -262,9 +263,13 @@ class LanguageModelStage(CausalStage):
         return sequences, None if self._context is None else self._share(inputs.samples, self.device)
 
     def _run(
-        self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, rows: Tensor | None
+        self,
+        inputs: StageInput,
+        sequences: SequenceLayout,
+        context: ContextSequence | None,
+        rows: Tensor | None,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor | None]:
-        device = self.device if inputs.hidden is None else inputs.hidden.device
         positions = None
         options: dict[str, Any]
         if context is None:
@@ -278,19 +283,20 @@ class LanguageModelStage(CausalStage):
             options = {"context": context, "position_ids": to_device(positions[:, context.host_tokens], device)}
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
-        lengths = sequences.length_of_token()
+        lengths = sequences.length_of_token() if self.reads_lengths else None
         if self._attends_by_sample:
             options["context"] = PackedRow(sequences.lengths, device)
         own_attention: ContextSequence | PackedRow | None = options.get("context")
         num_calls = 0 if own_attention is None else own_attention.num_calls
         if self._takes_share and self._handover is not None:
             self._handover.whole_length = self._rows_and_columns(inputs.samples)[1]
+        is_merged = bool(inputs.incoming) or self._preprocess is not None
         made = self.run_layers(
             self._token_ids(inputs, sequences, context, device),
             inputs.hidden,
-            enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
+            enter=(lambda embedded: self._enter(embedded, inputs, sequences, context)) if is_merged else None,
             rows=rows,
-            lengths=lengths if context is None else lengths[:, context.host_tokens],
+            lengths=lengths if lengths is None or context is None else lengths[:, context.host_tokens],
             packed_positions=positions if own_attention is None else None,
             options=options,
         )
@@ -312,14 +318,14 @@ class LanguageModelStage(CausalStage):
         features: Sequence[Mapping[str, Tensor]],
         sequences: SequenceLayout,
         context: ContextSequence | None,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Returns the tokens with a label; each token predicts the next of its own sample."""
         labels = labels_of(features)
-        places = sequences.places()
+        places = sequences.places_of_tokens()
         if context is not None:
             labels = labels[context.host_tokens].masked_fill(~context.host_held, IGNORED_LABEL)
-            places = torch.arange(len(labels))
-        device = self.device
+            places = None
         rows, labels = (to_device(found, device) for found in labelled(labels, places))
         return rows, labels
 

@@ -1,7 +1,7 @@
 """The interface between stages and the runtime: batches, stage inputs and outputs (docs/architecture.md, "Stages")."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -22,8 +22,7 @@ class Batch(Protocol):
         """One sample's tensors for one module (docs/architecture.md, "Batch"); `sample` is its index in `samples`."""
 
 
-@dataclass(frozen=True, eq=False)
-class StageInput:
+class StageInput(NamedTuple):
     """One microbatch as it enters a stage."""
 
     samples: Sequence[Sample]
@@ -34,7 +33,7 @@ class StageInput:
     them."""
     hidden: Tensor | None = None
     """The output of the module's previous stage; None on the first stage."""
-    incoming: Mapping[str, Tensor] = field(default_factory=dict)
+    incoming: Mapping[str, Tensor] = MappingProxyType({})
     """Output rows [num_rows, width] of each source module, in the order (sample, item)."""
     hands_on: bool = False
     """Whether other modules read the hidden states of a last stage that computes a loss too."""

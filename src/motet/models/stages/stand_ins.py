@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from motet.errors import UserError
-from motet.families.discovery.block_values import BlockValues, arguments, block_values, hidden_key, put_at, value_at
+from motet.families.discovery.block_values import (
+    BlockValues,
+    Path,
+    arguments,
+    block_values,
+    hidden_key,
+    put_at,
+    value_at,
+)
 from motet.families.discovery.language_model_parts import CausalPaths, causal_layer_parts, num_causal_layers
 from motet.families.discovery.meta_run import run_for_shapes
 from motet.parallel.tensor.sequence_parallel import note_length
@@ -48,6 +56,15 @@ class Handover:
     values: dict[int, Tensor] = field(default_factory=dict)
     """Those that are known, by their index in `forms`."""
 
+    def __post_init__(self) -> None:
+        self._leaving = self.forms.crossing(self.own.stop)
+        crossing = {*self.forms.crossing(self.own.start), *self._leaving}
+        self._read: dict[int, list[tuple[int, Path]]] = {}
+        """By block, the values among its arguments that cross a border of the stage, and where they stand."""
+        for index in sorted(crossing):
+            for block, path in self.forms.values[index].readers.items():
+                self._read.setdefault(block, []).append((index, path))
+
     def begin(self, packed: Tensor | None) -> None:
         self.received, self.hidden, self.values, self.is_passed_on = None, None, {}, False
         if packed is not None:
@@ -57,20 +74,21 @@ class Handover:
 
     def read(self, block: int, found: MutableMapping[Any, Any]) -> None:
         """Puts known values into a block's arguments, and takes from them those that are not known yet."""
-        for index, value in enumerate(self.forms.values):
-            path = value.readers.get(block)
-            if path is None or value.origin >= self.own.stop:
-                continue
+        for index, path in self._read.get(block, ()):
             if index in self.values:
                 put_at(found, path, self.values[index])
             else:
                 self.values[index] = value_at(found, path)
 
+    def enters(self, block: int) -> bool:
+        """Whether anything is to be put into one of the stage's blocks, or taken from it."""
+        return self.received is not None or block in self._read
+
     def leave_if_complete(self, fallback: Tensor | None = None) -> None:
         """Leaves the forward if all is known that the next stage reads. `fallback`: the hidden states where the model
         skipped the stage's blocks."""
         hidden = fallback if self.hidden is None else self.hidden
-        if hidden is not None and all(i in self.values for i in self.forms.crossing(self.own.stop)):
+        if hidden is not None and all(i in self.values for i in self._leaving):
             raise LeftForward(self.forms.pack(self.own.stop, hidden, self.values))
 
 
@@ -104,7 +122,6 @@ class StandIn(nn.Module):
             raise AttributeError(name)
         return getattr(self.__dict__["original"], name)
 
-    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handover: Handover | None = self.__dict__["handover"]
         device = None if handover is None or handover.received is None else handover.received.device
@@ -113,7 +130,8 @@ class StandIn(nn.Module):
         if form is not None and form in results:
             shape, dtype = results[form]
             return torch.zeros(shape, dtype=dtype, device=device or args[0].device)
-        result = run_for_shapes(self.__dict__["original"], args, kwargs, device=device)
+        with torch.no_grad():
+            result = run_for_shapes(self.__dict__["original"], args, kwargs, device=device)
         if form is not None and isinstance(result, Tensor) and len(results) < MAX_RESULTS:
             results[form] = _Result(result.shape, result.dtype)
         return result
@@ -128,13 +146,13 @@ class BlockStandIn(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handover: Handover = self.__dict__["handover"]
-        found = arguments(args, kwargs)
-        hidden = found[hidden_key(found)]
-        if self.block >= handover.own.stop:
+        if self.block < handover.own.start:
+            hidden, handover.is_passed_on = handover.received, True
+        else:
+            found = arguments(args, kwargs)
+            hidden = found[hidden_key(found)]
             handover.read(self.block, found)
             handover.leave_if_complete(hidden)
-        else:
-            hidden, handover.is_passed_on = handover.received, True
         num_returned = handover.forms.num_returned.get(self.block, 0)
         return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
 
@@ -154,6 +172,8 @@ def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool,
     _check_sharing(model)
     handover = Handover(own, block_values(model))
     blocks: Any = model.get_submodule(paths.blocks)
+    if type(blocks) is nn.ModuleList:
+        blocks.__class__ = _Blocks
     for index, block in enumerate(blocks):
         if index in own:
             _enter_and_leave(block, _Place(index, handover, not is_last and index == own.stop - 1))
@@ -164,6 +184,14 @@ def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool,
     for path in () if is_last else paths.head_parts:
         model.set_submodule(path, Behind(model.get_submodule(path), handover))
     return handover
+
+
+class _Blocks(nn.ModuleList):
+    """A list of blocks whose slices are plain lists: many models' forwards take a slice, and a new `ModuleList` for it
+    is slow to make."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index] if isinstance(index, slice) else super().__getitem__(index)
 
 
 def _check_sharing(model: Any) -> None:
@@ -204,18 +232,23 @@ def _class_with_place(block_class: Any) -> type[nn.Module]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         number, handover, leaves = self.motet_place
-        found = arguments(args, kwargs)
-        if handover.received is not None:
-            if not handover.is_passed_on:
-                found[hidden_key(found)] = handover.received
-            handover.received = None
-        handover.read(number, found)
-        args = tuple(found.pop(place) for place in range(len(args)))
-        output = block_class.__call__(self, *args, **found)
+        if handover.enters(number):
+            found = arguments(args, kwargs)
+            if handover.received is not None:
+                if not handover.is_passed_on:
+                    found[hidden_key(found)] = handover.received
+                handover.received = None
+            handover.read(number, found)
+            args, kwargs = tuple(found.pop(place) for place in range(len(args))), found
+        output = block_class.__call__(self, *args, **kwargs)
         if leaves:
             handover.hidden = output if isinstance(output, Tensor) else output[0]
             handover.leave_if_complete()
         return output
 
     names = {"__call__": call, "__module__": block_class.__module__}
-    return type(block_class.__name__, (block_class,), names)
+    made: Any = type(block_class.__name__, (block_class,), names)
+    # transformers wraps the forward of every new class; that of `block_class` is wrapped already.
+    if "forward" in vars(made):
+        del made.forward
+    return made

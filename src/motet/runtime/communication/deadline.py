@@ -25,6 +25,7 @@ from motet.parallel.mesh import pairs_by_tag
 
 SHORTEST_WAIT = timedelta(milliseconds=1)
 """Time limit of waits that begin after the deadline; zero would mean no limit."""
+SHORTEST_WAIT_S = SHORTEST_WAIT.total_seconds()
 
 Awaited = tuple[object, Sequence[int]]
 """A message or reduction, and the ranks that take part in it."""
@@ -99,7 +100,8 @@ class Deadline:
         A work is waited for once only: gloo blocks on the second wait until the timeout."""
         self._waiting_for = (what, peers)
         if self._watchdog is None:
-            work.wait(max(SHORTEST_WAIT, timedelta(seconds=self._ends_at - time.monotonic())))
+            left_s = self._ends_at - time.monotonic()
+            work.wait(timedelta(0, left_s) if left_s > SHORTEST_WAIT_S else SHORTEST_WAIT)
         else:
             # Given a time, NCCL's wait would block the process.
             work.wait()

@@ -246,15 +246,13 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Sum of squares in float64, so that the order of summation does not show.
 
     On an accelerator each gradient's norm is of its own precision: torch would first copy it whole to float64 there."""
-    norms = [
-        torch.linalg.vector_norm(
-            gradient,
-            dtype=torch.promote_types(gradient.dtype, torch.float32)
-            if has_own_memory(gradient.device)
-            else torch.float64,
-        )
-        for gradient in gradients
-    ]
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = []
+    for dtype, own in alike.items():
+        wide = torch.promote_types(dtype, torch.float32) if has_own_memory(own[0].device) else torch.float64
+        norms += torch._foreach_norm(own, 2, dtype=wide)
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,32 +119,50 @@ MAX_UNANSWERED_SENDS = 16
 """Sends that no gradient will answer; beyond this number the oldest is waited for, to free its buffer."""
 
 
-def _link(message: Message) -> Link:
-    return Link(message.sender, message.receiver, message.gradient)
+class Address(NamedTuple):
+    """Where a message of this rank's is sent, or received from."""
+
+    peers: tuple[int]
+    """The rank at the other end."""
+    group: dist.ProcessGroup | None
+    tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+def addresses_of(
+    rank: int, tags: Mapping[Message, int], links: Mapping[Link, dist.ProcessGroup | None]
+) -> dict[Message, Address]:
+    """The address of each message of a rank. `tags`: of these messages; `links`: the rank's communicators.
+
+    Raises `UserError` for a message between replicas that the plan keeps apart, where the transport needs a
+    communicator opened before the first step."""
+    addresses = {}
+    for message, tag in tags.items():
+        link = Link(message.sender, message.receiver, message.gradient)
+        if link not in links and not pairs_by_tag():
+            raise UserError(
+                f"parallel.assignment: rank {link.sender} would send to rank {link.receiver}, which have different "
+                "shares of the batch; an assignment keeps each share's samples in the replicas of the share"
+            )
+        peer = message.receiver if message.sender == rank else message.sender
+        addresses[message] = Address((peer,), links.get(link), tag)
+    return addresses
+
+
+class _Transfer(NamedTuple):
     """A send from, or a receive into, `buffer` that has not been waited for."""
 
     buffer: Tensor
     work: dist.Work
     message: Message
+    peers: tuple[int]
 
 
 class Mailbox:
     """The values of one iteration on one rank. Waiting raises `RuntimeError` at the deadline or if a peer died."""
 
-    def __init__(
-        self,
-        rank: int,
-        tags: Mapping[Message, int],
-        uses: Mapping[Any, int],
-        deadline: Deadline,
-        links: Mapping[Link, dist.ProcessGroup | None],
-    ) -> None:
+    def __init__(self, addresses: Mapping[Message, Address], uses: Mapping[Any, int], deadline: Deadline) -> None:
         """`uses`: how often each value that is made here is used here. Values are named by anything."""
-        self._rank, self._tags, self._deadline, self._links = rank, tags, deadline, links
+        self._addresses, self._deadline = addresses, deadline
         self._uses: dict[Hashable, int] = dict(uses)
         self._here: dict[Hashable, Tensor] = {}
         self._receives: dict[Hashable, list[_Transfer]] = {}
@@ -167,10 +185,11 @@ class Mailbox:
 
     def take(self, value: Hashable) -> list[Tensor]:
         """Waits for these messages and returns their content."""
-        receives = self._receives.pop(value, [])
-        for receive in receives:
-            self._wait(receive)
-        return [receive.buffer for receive in receives]
+        buffers = []
+        for buffer, work, message, peers in self._receives.pop(value, ()):
+            self._deadline.wait(work, message, peers)
+            buffers.append(buffer)
+        return buffers
 
     def use(self, value: Hashable) -> Tensor:
         """A value that was made here, for one of those that need it."""
@@ -179,9 +198,10 @@ class Mailbox:
 
     def send(self, message: Message, tensor: Tensor, *, answered: bool) -> None:
         """`answered`: a gradient will come back for it, which shows that it arrived."""
-        work = dist.isend(tensor, message.receiver, group=self._group(message), tag=self._tags[message])
+        peers, group, tag = self._addresses[message]
+        work = dist.isend(tensor, peers[0], group, tag)
         assert work is not None
-        send = _Transfer(tensor, work, message)
+        send = _Transfer(tensor, work, message, peers)
         if answered:
             self._answered.setdefault(message.source, []).append(send)
             return
@@ -194,26 +214,15 @@ class Mailbox:
     ) -> None:
         """`value`: that the message carries, or a piece of it."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(buffer, message.sender, group=self._group(message), tag=self._tags[message])
+        peers, group, tag = self._addresses[message]
+        work = dist.irecv(buffer, peers[0], group, tag)
         assert work is not None
-        self._receives.setdefault(value, []).append(_Transfer(buffer, work, message))
-
-    def _group(self, message: Message) -> dist.ProcessGroup | None:
-        """Raises `UserError` for a message between replicas that the plan keeps apart, where the transport needs a
-        communicator opened before the first step."""
-        link = _link(message)
-        if link in self._links or pairs_by_tag():
-            return self._links.get(link)
-        raise UserError(
-            f"parallel.assignment: rank {link.sender} would send to rank {link.receiver}, which have different shares "
-            "of the batch; an assignment keeps each share's samples in the replicas of the share"
-        )
+        self._receives.setdefault(value, []).append(_Transfer(buffer, work, message, peers))
 
     def release(self, cell: Cell) -> None:
         """Called after a cell's backward: what it sent forward has been answered, so it has arrived."""
-        if cell in self._answered:
-            for send in self._answered.pop(cell):
-                self._wait(send)
+        for send in self._answered.pop(cell, ()):
+            self._wait(send)
 
     def finish(self) -> None:
         """Waits for all sends."""
@@ -225,6 +234,4 @@ class Mailbox:
         assert not self._here, f"made but never used: {list(self._here)}"
 
     def _wait(self, transfer: _Transfer) -> None:
-        message = transfer.message
-        peer = message.sender if message.receiver == self._rank else message.receiver
-        self._deadline.wait(transfer.work, message, (peer,))
+        self._deadline.wait(transfer.work, transfer.message, transfer.peers)

@@ -12,12 +12,13 @@ are held. Of large problems fewer policies are tried (`MAX_TRIED`).
 """
 
 from collections.abc import Iterator
+from itertools import islice
+from math import inf
 
 import numpy as np
 
-from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, unit_duration
-from motet.schedule.generators.latest_first import by_latest_start
+from motet.schedule.generators.latest_first import LatestFirst
 from motet.schedule.generators.list_schedule import ListClock, MemoryLimit, Policy, Ranks
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
@@ -39,44 +40,30 @@ MAX_TRIED = 12_000
 def critical_path(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs`: durations that paths are measured by; by default a backward takes twice as long as a forward."""
     ranks = Ranks(routes)
-    best_s: list[float] = []
-    lists: list[list[int]] = []
-    for number, clock in enumerate(_tries(routes, ranks, costs or unit_duration, memory)):
-        if number == 0:
-            lists, best_s = clock.lists, clock.ended_s
-            num_cells = np.bincount(np.array(clock.pipeline)[routes.cell_stage], minlength=len(best_s))
-            # The same number for a pipeline, whether others are simulated too or not.
-            num_tries = np.maximum(1, MAX_TRIED // np.maximum(1, num_cells)).tolist()
-        else:
-            is_better = [
-                number < num_tries[p] and new_s < old_s
-                for p, (new_s, old_s) in enumerate(zip(clock.ended_s, best_s, strict=True))
-            ]
-            for unit, stages in enumerate(ranks.stages_of_unit):
-                if stages and is_better[clock.pipeline[stages[0]]]:
-                    lists[unit] = clock.lists[unit]
-            best_s = [
-                new_s if better else old_s
-                for new_s, old_s, better in zip(clock.ended_s, best_s, is_better, strict=True)
-            ]
-        if number + 1 >= max(num_tries):
-            break
+    clock = ListClock(routes, ranks, costs or unit_duration, memory, splits=True)
+    num_cells = np.bincount(np.array(clock.pipeline)[routes.cell_stage], minlength=clock.num_pipelines)
+    # The same number for a pipeline, whether others are simulated too or not.
+    num_tries = np.maximum(1, MAX_TRIED // np.maximum(1, num_cells)).tolist()
+    lists: list[list[int]] = [[] for _ in ranks.stages_of_unit]
+    best_s = [inf] * clock.num_pipelines
+    for number, tried in enumerate(islice(_tries(clock), max(num_tries))):
+        is_better = [
+            number < num_tries[p] and new_s < old_s
+            for p, (new_s, old_s) in enumerate(zip(clock.ended_s, best_s, strict=True))
+        ]
+        for unit, stages in enumerate(ranks.stages_of_unit):
+            if stages and is_better[clock.pipeline[stages[0]]]:
+                lists[unit] = tried[unit]
+        best_s = [
+            new_s if better else old_s for new_s, old_s, better in zip(clock.ended_s, best_s, is_better, strict=True)
+        ]
     return ranks.schedule(routes, lists)
 
 
-def _tries(routes: Routes, ranks: Ranks, costs: Durations, memory: MemoryLimit | None) -> Iterator[ListClock]:
-    """Clocks that have run: each policy, and its improvements."""
-
-    def run(policy: Policy | None = None, most_urgent_first: Ints | None = None) -> ListClock:
-        clock = ListClock(
-            routes, ranks, costs, {}, memory, policy=policy, most_urgent_first=most_urgent_first, splits=True
-        )
-        clock.run()
-        return clock
-
+def _tries(clock: ListClock) -> Iterator[list[list[int]]]:
+    """The actions of each unit under each policy, and their improvements."""
+    reversed_clock = LatestFirst(clock)
     for policy in POLICIES:
-        clock = run(policy)
-        yield clock
+        yield clock.run(policy)
         for _ in range(NUM_IMPROVED):
-            clock = run(most_urgent_first=by_latest_start(clock, clock.ends_s))
-            yield clock
+            yield clock.run(most_urgent_first=reversed_clock.by_latest_start(clock.ends_s))

@@ -98,8 +98,8 @@ def list_schedule(
     no backward is finished when its output is consumed. `all_forwards_first`: no backward before the last forward.
     """
     ranks = Ranks(routes)
-    clock = ListClock(routes, ranks, costs or unit_duration, in_flight or {}, memory, all_forwards_first)
-    return ranks.schedule(routes, clock.run())
+    clock = ListClock(routes, ranks, costs or unit_duration, memory, splits=False)
+    return ranks.schedule(routes, clock.run(in_flight=in_flight, all_forwards_first=all_forwards_first))
 
 
 class Ranks:
@@ -125,22 +125,14 @@ class Ranks:
 
 
 class ListClock:
+    """A clock that runs any number of times."""
+
     def __init__(
-        self,
-        routes: Routes,
-        ranks: Ranks,
-        duration_s: Durations,
-        in_flight: Mapping[StageKey, int],
-        memory: MemoryLimit | None,
-        all_forwards_first: bool = False,
-        *,
-        policy: Policy | None = None,
-        most_urgent_first: Ints | None = None,
-        splits: bool = False,
+        self, routes: Routes, ranks: Ranks, duration_s: Durations, memory: MemoryLimit | None, *, splits: bool
     ) -> None:
-        """`most_urgent_first`: all actions. `splits`: backwards into halves; needs this or a `policy`."""
-        self.all_forwards_first = all_forwards_first
+        """`splits`: backwards into halves; the clock then needs a `policy` or an order."""
         self.num_cells = routes.num_cells
+        self.stages = [StageKey(*stage[:3]) for stage in routes.stages]
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
         self.cell_stage: list[int] = routes.cell_stage.tolist()
         self.has_backward: list[bool] = routes.cell_has_backward.tolist()
@@ -154,36 +146,12 @@ class ListClock:
         """For each cell, those whose output it reads."""
         number = pipeline_numbers(routes)
         self.pipeline = [number[stage.module, stage.replica] for stage in routes.stages]
-        self.ended_s = [0.0] * (1 + max(number.values()))
-        """End of each pipeline's last action."""
-        self.ends_s = [0.0] * len(self.tables.seconds)
-        """End of each action."""
-        if most_urgent_first is not None:
-            self._number_urgencies(most_urgent_first)
-        elif policy is None:
-            self._set_urgencies(due_by_cell(routes))
-        else:
-            self._set_urgencies_by(policy, due_by_cell(routes))
-
-        num_stages, num_units = len(routes.stages), len(self.stages_of_unit)
-        self.limit = [in_flight.get(StageKey(*stage[:3]), inf) for stage in routes.stages]
-        self.ready_forwards: list[list[int]] = [[] for _ in range(num_stages)]
-        """Heaps of urgencies."""
-        self.ready_backwards: list[list[int]] = [[] for _ in range(num_stages)]
-        self.ready_weights: list[list[int]] = [[] for _ in range(num_stages)]
-        """Actions for which nothing waits."""
-        self.missing = [len(values) for values in self.tables.reads]
-        self.consumers_left = list(self.routes_out)
-        self.begun = [0] * num_stages
-        self.busy = [False] * num_units
-        self.forwards_left = [
-            sum(routes.stages[s].last - routes.stages[s].first for s in own) for own in ranks.stages_of_unit
-        ]
-        self.lists: list[list[int]] = [[] for _ in range(num_units)]
-        self.running: list[tuple[float, int, int]] = []
-        self.num_started = 0
-        self.num_running = [0] * (1 + max(number.values()))
-        """Actions of each pipeline."""
+        self.num_pipelines = 1 + max(number.values())
+        self.num_forwards = [stage.last - stage.first for stage in routes.stages]
+        self.num_saved = [int(routes.cell_has_backward[stage.first : stage.last].sum()) for stage in routes.stages]
+        """Cells of each stage whose activations are saved."""
+        self.due = np.array(due_by_cell(routes), dtype=np.int64)
+        self.remaining_s = self._remaining_s()
         self._set_memory(routes, ranks, memory)
 
     def _in_order(self, routes: Routes, splits: bool) -> Ints:
@@ -197,27 +165,26 @@ class ListClock:
         backwards = np.where(has_both[cells], number[Kind.INPUT], number[Kind.BACKWARD]) + cells
         return np.concatenate([np.arange(routes.num_cells), backwards, self.first_weight + cells[has_both[cells]]])
 
-    def _set_urgencies_by(self, policy: Policy, due: Sequence[int]) -> None:
-        remaining_s = np.array(self._remaining_s())[self.actions]
+    def _set_urgencies_by(self, policy: Policy) -> None:
+        remaining_s = np.array(self.remaining_s)[self.actions]
         cells, is_forward = self.actions % self.num_cells, self.actions < self.num_cells
         pipeline = np.array(self.pipeline)[np.array(self.cell_stage)[cells]]
-        longest_s, last = np.zeros(len(self.ended_s)), np.ones(len(self.ended_s))
+        longest_s, last = np.zeros(self.num_pipelines), np.ones(self.num_pipelines)
         np.maximum.at(longest_s, pipeline, remaining_s)
-        np.maximum.at(last, pipeline, np.array(due, dtype=float)[cells])
+        np.maximum.at(last, pipeline, self.due[cells])
         urgent = remaining_s / np.maximum(longest_s[pipeline], np.finfo(float).tiny)
-        urgent += policy.backward * ~is_forward - policy.earlier * np.array(due)[cells] / last[pipeline]
-        self._number_urgencies(self.actions[np.lexsort((np.array(due)[cells], -urgent))])
+        urgent += policy.backward * ~is_forward - policy.earlier * self.due[cells] / last[pipeline]
+        self._number_urgencies(self.actions[np.lexsort((self.due[cells], -urgent))])
 
-    def _set_urgencies(self, due: Sequence[int]) -> None:
+    def _set_urgencies(self) -> None:
         """Smaller goes first: forwards that someone waits for, backwards, forwards that nobody waits for; then the
         first microbatch of a last stage that waits for the cell; then the longest time from the action's start to the
         end of the iteration."""
-        remaining_s = self._remaining_s()
         is_forward = self.actions < self.num_cells
         cells = self.actions % self.num_cells
         waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
         turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
-        keys = (-np.array(remaining_s)[self.actions], np.array(due, dtype=np.int64)[cells], turn)
+        keys = (-np.array(self.remaining_s)[self.actions], self.due[cells], turn)
         self._number_urgencies(self.actions[np.lexsort(keys)])
 
     def _remaining_s(self) -> list[float]:
@@ -238,11 +205,6 @@ class ListClock:
     def _set_memory(self, routes: Routes, ranks: Ranks, memory: MemoryLimit | None) -> None:
         self.sizes: list[int] | None = None
         """Bytes that cells keep until their backward; None without a limit."""
-        self.bytes_held = [0] * len(self.stages_of_unit)
-        self.holding = [0] * len(routes.stages)
-        """Microbatches of each stage that are saved for the backward."""
-        self.to_save = [int(routes.cell_has_backward[stage.first : stage.last].sum()) for stage in routes.stages]
-        """Number of cells whose activations are not saved yet."""
         if memory is None:
             return
         self.sizes = [
@@ -260,8 +222,24 @@ class ListClock:
         for rank, unit in enumerate(ranks.unit_of_rank):
             self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
 
-    def run(self) -> list[list[int]]:
-        """Runs the policy and returns the actions of each unit."""
+    def run(
+        self,
+        policy: Policy | None = None,
+        *,
+        most_urgent_first: Ints | None = None,
+        in_flight: Mapping[StageKey, int] | None = None,
+        all_forwards_first: bool = False,
+    ) -> list[list[int]]:
+        """Runs a policy, or all actions `most_urgent_first`, and returns the actions of each unit. The other
+        arguments are those of `list_schedule`."""
+        if most_urgent_first is not None:
+            self._number_urgencies(most_urgent_first)
+        elif policy is None:
+            self._set_urgencies()
+        else:
+            self._set_urgencies_by(policy)
+        self._begin(in_flight or {})
+        self.all_forwards_first = all_forwards_first
         for action in self.actions.tolist():
             if not self.missing[action]:
                 self._push(action)
@@ -285,6 +263,34 @@ class ListClock:
                 touched.add(pipeline)
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
         return self.lists
+
+    def _begin(self, in_flight: Mapping[StageKey, int]) -> None:
+        num_stages, num_units = len(self.stages), len(self.stages_of_unit)
+        self.limit = [in_flight.get(stage, inf) for stage in self.stages]
+        self.ready_forwards: list[list[int]] = [[] for _ in range(num_stages)]
+        """Heaps of urgencies."""
+        self.ready_backwards: list[list[int]] = [[] for _ in range(num_stages)]
+        self.ready_weights: list[list[int]] = [[] for _ in range(num_stages)]
+        """Actions for which nothing waits."""
+        self.missing = [len(values) for values in self.tables.reads]
+        self.consumers_left = list(self.routes_out)
+        self.begun = [0] * num_stages
+        self.busy = [False] * num_units
+        self.forwards_left = [sum(self.num_forwards[s] for s in own) for own in self.stages_of_unit]
+        self.lists: list[list[int]] = [[] for _ in range(num_units)]
+        self.running: list[tuple[float, int, int]] = []
+        self.num_started = 0
+        self.num_running = [0] * self.num_pipelines
+        """Actions of each pipeline."""
+        self.ended_s = [0.0] * self.num_pipelines
+        """End of each pipeline's last action."""
+        self.ends_s = [0.0] * len(self.tables.seconds)
+        """End of each action."""
+        self.bytes_held = [0] * num_units
+        self.holding = [0] * num_stages
+        """Microbatches of each stage that are saved for the backward."""
+        self.to_save = list(self.num_saved)
+        """Cells of each stage whose activations are not saved yet."""
 
     def _push(self, action: int) -> int:
         """Returns the action's stage."""
