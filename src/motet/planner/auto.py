@@ -111,7 +111,9 @@ NUM_FOLLOWED = 4
 MAX_FOLLOWED_ACTIONS = 8_000
 """Most actions of a plan that is tried so: with more, fewer policies are, and each takes longer."""
 MOVES_BETWEEN = (1, 2, 4, 8)
-"""Numbers of moves after which a layout is tried, beside that after all."""
+"""Numbers of moves after which a layout is tried under critical paths, beside that after all."""
+NEAR_CRITICAL = 1.03
+"""Moved layouts are tried so if plans under critical paths have come this near to the best plan."""
 BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "critical_path", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
 
@@ -431,14 +433,18 @@ class _Search:
     def _move_layers(self, each: Evaluation, layout: Layout) -> None:
         splits = each.plan.schedule in SPLIT_BACKWARDS
         steps = list(refinements(each.problem, layout, LayoutCosts(each.problem), split_backward=splits))
-        # What evens out the work may take a schedule its order, so some moves can be better than all.
-        some = [step for number, step in enumerate(steps[:-1], start=1) if number in MOVES_BETWEEN]
-        if CRITICAL in self.schedules and each.num_actions <= MAX_FOLLOWED_ACTIONS:
+        if each.num_actions <= MAX_FOLLOWED_ACTIONS and self._critical_is_near():
+            # What evens out the work may take a schedule its order, so some moves can be better than all.
+            some = [step for number, step in enumerate(steps[:-1], start=1) if number in MOVES_BETWEEN]
             plans = [layout_plan(each.problem, step, schedule=CRITICAL) for step in some]
             self.add([evaluate(each.problem, plan) for plan in plans], "some layers moved")
         if steps:
             found = evaluate(each.problem, layout_plan(each.problem, steps[-1], schedule=each.plan.schedule))
             self.add([found, *_under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
+
+    def _critical_is_near(self) -> bool:
+        times_s = [e.iteration_time_s for e in self.evaluations if e.plan.schedule == CRITICAL]
+        return min(times_s, default=inf) <= NEAR_CRITICAL * min(self.evaluations, key=rank).iteration_time_s
 
     def _promising(self, evaluation: Evaluation) -> list[str]:
         allowed = [name for name in BY_PROMISE if name in self.schedules]
