@@ -10,10 +10,11 @@ import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nccl_rules import SilentGroup, under_rules
-from wild_chaos import WildOutcome, WildTrial, draw_wild, run_wild
+from wild_chaos import WildOutcome, WildTrial, draw_wild, left_behind, run_wild
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "300"))
 NUM_WITH_ETCD = int(os.environ.get("MOTET_CHAOS_ETCD_TRIALS", "100"))
@@ -49,6 +50,20 @@ def run_all(trials: Iterable[WildTrial]) -> list[WildOutcome]:
         told = "\n".join(f"{error}"[:1000] + "".join(error.__notes__) for error in failed)
         raise AssertionError(f"{len(failed)} of {len(failed) + len(outcomes)} trials failed:\n{told}")
     return outcomes
+
+
+def test_a_node_is_left_behind_where_others_trained_without_it() -> None:
+    def recovery(nodes: list[int], step: int, done: str = "went on") -> dict[str, Any]:
+        return {"changes": [], "done": done, "nodes": nodes, "step": step}
+
+    finding = {"changes": [], "done": "nothing"}
+    restart = {"changes": [], "done": "restarting all nodes"}
+    first, second = recovery([0, 1, 2, 3], 2), recovery([0, 1], 3)
+    assert left_behind([first, second]) == set()
+    assert left_behind([first, second, recovery([0, 1, 2, 3], 3, "went back from step 2 to step 1")]) == set()
+    assert left_behind([first, second, finding, recovery([0, 1, 2, 3], 5)]) == {2, 3}
+    assert left_behind([first, second, recovery([2, 3], 2, "went back from step 4 to step 1")]) == {2, 3}
+    assert left_behind([first, second, restart, recovery([0, 1, 2, 3], 5)]) == set()
 
 
 @pytest.mark.campaign

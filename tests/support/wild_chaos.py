@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -139,14 +138,21 @@ def survives(lost: set[int], plan: Plan) -> bool:
 
 def left_behind(log: list[dict[str, Any]]) -> set[int]:
     """Nodes that waited without a place while others trained, so that they hold the state of an earlier step."""
-    recoveries = [line for line in log if "done" in line]
     nodes: set[int] = set()
-    for before, after in pairwise(recoveries):
-        went_back = re.search("went back from step ([0-9]+)", after["done"])
-        steps_before = int(went_back[1]) if went_back else after["step"] - 1
-        if steps_before >= before["step"]:
-            known = {node for line in recoveries for node in line["nodes"]}
-            nodes |= known - {*before["nodes"]}
+    known: set[int] = set()
+    before: dict[str, Any] | None = None
+    for line in log:
+        if "nodes" not in line:
+            if line["done"] != "nothing":  # All nodes ended, and began anew from a checkpoint, if at all.
+                before = None
+            continue
+        known |= {*line["nodes"]}
+        if before is not None:
+            went_back = re.search("went back from step ([0-9]+)", line["done"])
+            steps_before = int(went_back[1]) if went_back else line["step"] - 1
+            if steps_before >= before["step"]:
+                nodes |= known - {*before["nodes"]}
+        before = line
     return nodes
 
 
