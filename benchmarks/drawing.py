@@ -39,6 +39,7 @@ PHASES = """
   steps: {speak}
   # Images hardly count, and what draws them is frozen.
   set: {{data.drawings: 0.7,
+         train.learning_rate: 1.0e-3,
          model.generators.image.loss_weight: 1.0e-6,
          model.generators.image.train: {{module: false, projector: false, queries: false}}}}
 - name: draw
@@ -96,7 +97,8 @@ def share(models: Sequence[dict[str, Any]], guidance: str, kinds: Sequence[str])
     return sum(right for right, _ in counts) / max(1, sum(number for _, number in counts))
 
 
-def main(argv: Sequence[str] | None = None) -> Report:
+def main(argv: Sequence[str] | None = None) -> Report | None:
+    """None: the models were only trained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=200, help="of each request and seed")
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
         export = folder / "draw" / "export" if phases else folder / "export"
         models.append(asked(config, export, given.images, given.questions, folder / "drawings.png"))
     if given.only_train:
-        return report
+        return None
     for each in (lambda: _tables(report, given.seeds, models, seconds), lambda: _goals(report, models, bool(phases))):
         each()
     return report
@@ -184,4 +186,5 @@ def _goals(report: Report, models: Sequence[dict[str, Any]], in_phases: bool) ->
 
 
 if __name__ == "__main__":
-    main().write()
+    if (report := main()) is not None:
+        report.write()

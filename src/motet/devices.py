@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.cluster import available_cores
-from motet.environment import gives_threads
-
 T = TypeVar("T")
 
 
@@ -120,10 +117,3 @@ def free_memory_bytes(device: torch.device) -> int:
 def device_name(device: torch.device) -> str:
     """The maker's name of the accelerator."""
     return str(device_module(device).get_device_name(device))
-
-
-def share_cores(num_processes: int) -> None:
-    """Gives torch, in one of so many processes of this machine, as many threads as its share of the cores, unless the
-    user has said how many it takes."""
-    if not gives_threads():
-        torch.set_num_threads(max(1, available_cores() // num_processes))

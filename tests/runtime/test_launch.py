@@ -14,7 +14,6 @@ import torch.distributed as dist
 from sampling import in_campaigns
 
 import motet.runtime.launch as launching
-from motet import devices
 from motet.environment import set_environment
 from motet.errors import UserError
 from motet.runtime.launch import WorkerFailedError, check_world_size, launch
@@ -76,10 +75,10 @@ def test_a_process_has_its_share_of_the_cores_unless_the_user_gives_threads(
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "TORCHELASTIC"))}
     monkeypatch.setattr(os, "environ", environment | variables)
     set_environment()
-    monkeypatch.setattr(devices, "available_cores", lambda: 8)
+    monkeypatch.setattr(launching, "available_cores", lambda: 8)
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    devices.share_cores(2)
+    launching.share_cores(2)
     assert given == ([] if threads is None else [threads])
 
 

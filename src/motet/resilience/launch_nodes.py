@@ -30,7 +30,6 @@ from typing import Any, cast
 
 from motet.addresses import address_text, interface_towards
 from motet.config import RunConfig
-from motet.devices import share_cores
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.templates.pipelines import Templates
@@ -57,7 +56,7 @@ from motet.resilience.store.etcd import EtcdAddress, EtcdStore, StoreAddress
 from motet.resilience.store.store import Store, StoreAwayError, StoreLostError, make_secret, read_secret
 from motet.resilience.succession import Succession
 from motet.resilience.training_end import TrainingEnd, begin_training, first_membership, watch_training
-from motet.runtime.launch import WorkerFailedError
+from motet.runtime.launch import WorkerFailedError, share_cores
 
 LOOPBACK = "127.0.0.1"
 ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
-from motet.devices import barrier, share_cores
-from motet.environment import is_first_process
+from motet.cluster import available_cores
+from motet.devices import barrier
+from motet.environment import gives_threads, is_first_process
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 
@@ -182,6 +183,13 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         )
         write_atomically(folder / f"failure_{rank}.json", json.dumps(vars(failure)))
         raise SystemExit(2 if failure.is_user_error else 1) from None
+
+
+def share_cores(num_processes: int) -> None:
+    """Gives torch, in one of so many processes of this machine, as many threads as its share of the cores, unless the
+    user has said how many it takes."""
+    if not gives_threads():
+        torch.set_num_threads(max(1, available_cores() // num_processes))
 
 
 @contextmanager

@@ -67,13 +67,16 @@ MESSAGE_S, SUM_S, LINK_BYTES_PER_S = 1e-5, 3e-5, 2e9
 
 
 class CountedTime(TorchDispatchMode):
-    """Every operation takes a time, for each element that it makes, and for each product of a matrix one."""
+    """Every operation takes a time, for each element that it makes, and for each product of a matrix one.
+
+    One that returns nothing makes what it was given."""
 
     now_s = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        num_elements = sum(tensor.numel() for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
+        written = tree_leaves(args if made is None else made)
+        num_elements = sum(tensor.numel() for tensor in written if isinstance(tensor, torch.Tensor))
         self.now_s += OPERATION_S + num_elements * S_PER_ELEMENT
         if func.__name__.partition(".")[0] in ("mm", "addmm", "bmm"):
             self.now_s += 2 * num_elements * args[-1].shape[-2] * S_PER_FLOP

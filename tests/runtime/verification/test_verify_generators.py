@@ -114,7 +114,15 @@ CASES: dict[str, dict[str, Any]] = {
             "num_devices": 4,
             "parallel": {"schedule": schedule, "num_microbatches": 4},
         }
-        for schedule in ("gpipe", "eager_1f1b", "zero_bubble_h1", "zero_bubble_h2", "bubble_filling", "dip")
+        for schedule in (
+            "gpipe",
+            "eager_1f1b",
+            "zero_bubble_h1",
+            "zero_bubble_h2",
+            "bubble_filling",
+            "critical_path",
+            "dip",
+        )
     },
     **{
         f"{schedule}, {name}": {
