@@ -564,7 +564,7 @@ def _pigeonholes(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> flo
         return 0.0
     num_devices = problem.num_devices
     largest = _Earliest(-layers.work_s, np.minimum(layers.num_holders, num_devices))
-    k = np.arange(1.0, (int(largest.ends[-1]) - 1) // num_devices + 1)
+    k = np.arange(1, (int(largest.ends[-1]) - 1) // num_devices + 1).astype(float)
     last = k * num_devices + 1
     return float(np.max(largest(last - k - 1) - largest(last), initial=0.0))
 
