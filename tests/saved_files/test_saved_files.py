@@ -20,8 +20,8 @@ CORRECTED: dict[Path, dict[str, dict[str, float]]] = {
 }
 """Predictions that have changed since, by the name of the command: shapes are read from the modules now, computed costs
 are calibrated (docs/accuracy.md), training in bfloat16 keeps less (docs/decisions/bfloat16.md), a backward under
-context parallelism is charged for both of its exchanges, but for what attention hides of them, and planner `auto` lets
-frozen encoders run ahead."""
+context parallelism is charged for both of its exchanges, but for what attention hides of them, and for each message by
+itself, and planner `auto` lets frozen encoders run ahead and moves layers under critical paths."""
 MOST_CORRECTED = 0.16
 """Of what does not depend on computed seconds: memory, and all predictions from measured costs."""
 TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]
