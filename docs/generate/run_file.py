@@ -1,7 +1,11 @@
 """Generates docs/run-file.md from the schema of the run file."""
 
+import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -28,7 +32,8 @@ def describe(page: str = "") -> str:
         if section.__doc__:
             lines.append(f"{_one_line(section.__doc__)}\n")
         lines.append("| key | values | default | |\n|---|---|---|---|")
-        lines += [_row(name, field) for name, field in section.model_fields.items()]
+        described = descriptions(section)
+        lines += [_row(name, field, described.get(name, "")) for name, field in section.model_fields.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -57,9 +62,23 @@ def _models(annotation: Any, key: str) -> Iterator[tuple[type[BaseModel], str]]:
             yield from _models(argument, key)
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """The docstrings of a section's fields, its base classes' included. They are read here and not by pydantic, which
+    would read them from the sources whenever motet starts."""
+    found = {}
+    for base in reversed(section.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(parsed, ast.ClassDef)
+            for statement, text in pairwise(parsed.body):
+                if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[ast.unparse(statement.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
+
+
+def _row(name: str, field: FieldInfo, description: str) -> str:
     default = "required" if field.is_required() else f"`{_default(field.default)}`"
-    return f"| `{name}` | {_values(field.annotation)} | {default} | {_one_line(field.description or '')} |"
+    return f"| `{name}` | {_values(field.annotation)} | {default} | {_one_line(description)} |"
 
 
 def _default(value: Any) -> str:

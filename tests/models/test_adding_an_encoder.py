@@ -16,7 +16,7 @@ from transformers import ViTConfig, ViTModel
 from motet.config import load_run_config
 from motet.data import encoder_layout as processor_sizes
 from motet.families import classes as families
-from motet.families.configured_graph import read_workloads
+from motet.families.configured_graph import read_graph
 from motet.families.encoders import encoder_families, token_counts
 from motet.families.shape_reading.module_shapes import module_workload
 
@@ -61,4 +61,4 @@ def test_its_shape() -> None:
 def test_from_a_run_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
-    assert read_workloads(load_run_config(path, []))["vision"].num_blocks == 2
+    assert read_graph(load_run_config(path, [])).workloads["vision"].num_blocks == 2

@@ -1,17 +1,20 @@
 """Modules from descriptions: the same weights under every partition, sound buffers, and weights from folders."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 from sampling import in_campaigns
+from scenario import PLACEHOLDERS, Scenario
 from tiny_encoders import ENCODERS
 from tiny_language_models import SIZES, TINY
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.config import EncoderConfig, LanguageModelConfig, PartConfig
 from motet.errors import UserError
+from motet.models.from_run_file import plain_nodes
 from motet.models.graph import ModalityModule
 from motet.models.materialize import float64_throughout, layer_parts, materialize, num_module_layers, read_part_config
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
@@ -97,6 +100,24 @@ def test_buffers_are_those_of_a_plainly_built_model(family: str) -> None:
     module = stage_of(PARTS[family], (1, 3)).module
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, plain[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_constants_are_those_of_the_reference_in_every_dtype(dtype: str) -> None:
+    """GPT-J's table of positions is computed in torch's default dtype, which is the model's in its constructor."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 64, "vocab_size": 99}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    config = Scenario(dtype=dtype).config()
+    gptj = LanguageModelConfig(config="GPTJConfig", values={**sizes, **tokens})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"language_model": gptj})})
+    with float64_throughout() if dtype == "float64" else nullcontext():
+        reference = plain_nodes(config, PLACEHOLDERS)["language_model"].parts["module"]
+        own = materialize(gptj, "language_model", name="m", where="model.m", layers=(1, 2), dtype=getattr(torch, dtype))
+    buffers = dict(reference.named_buffers())
+    for name, buffer in own.named_buffers():
+        assert buffer.dtype == buffers[name].dtype, name
+        assert buffer.is_meta or torch.equal(buffer, buffers[name]), name
+    assert not own.transformer.h[0].attn.embed_positions.is_meta
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma3", "llama"])

@@ -16,7 +16,7 @@ from scenario import FROZEN, Scenario, ScenarioBatch
 from training import first_samples, run_config
 
 from motet.costs.memory import MemoryOptions, static_layer_bytes
-from motet.families.configured_graph import read_workloads
+from motet.families.configured_graph import read_graph
 from motet.parallel import fully_sharded, row_shards
 from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.assembly import build_engine, build_optimizer
@@ -173,7 +173,7 @@ def test_training_keeps_a_share_of_everything(dp: int, padding: float) -> None:
                 options=MemoryOptions(),
             )
         )
-        for workload in read_workloads(scenario.config()).values()
+        for workload in read_graph(scenario.config()).workloads.values()
         for layer in workload.layers
     )
     expected, _, _ = run_distributed(lambda rank: trained(plain), dp)[0]

@@ -181,6 +181,41 @@ def test_no_drawn_plan_whose_stages_differ_in_tensor_parallelism_is_faster():
     assert max(ratios) > 0.3
 
 
+@pytest.mark.parametrize("num_draws", [30, *in_campaigns([120])])
+def test_no_drawn_plan_whose_encoder_takes_turns_is_faster(num_draws):
+    """Several encoders for one language model, which waits for the first of them; messages cost nothing."""
+    num_tried = 0
+    for seed in range(num_draws):
+        rng = Random(seed)
+        problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([1, 2, 4]), dp_sizes=(1,))
+        problem = replace(problem, table=replace(problem.table, message=FREE, all_reduce=FREE))
+        layout = replace(draw_layout(rng, problem), split=frozenset({"vision"}), shared=())
+        if len({layout.group_sizes[chunk.group] for chunk in layout.chunks}) > 1 or layout.group_sizes[0] == 1:
+            continue
+        numbers = {name: (layout.num_replicas(name),) for name in problem.modules}
+        assert numbers["vision"] != numbers["language_model"]
+        bound = problem_lower_bound_s(problem, num_replicas=numbers)
+        for schedule in ("1f1b", "zero_bubble_h1", "bubble_filling", "critical_path"):
+            if applies(problem, layout, schedule):
+                evaluation = evaluate(problem, layout_plan(problem, layout, schedule=schedule))
+                assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout} {schedule}"
+                num_tried += 1
+    # Most layouts that are drawn have groups of one rank.
+    assert num_tried >= num_draws / 2
+
+
+def test_what_begins_late_bounds_the_iteration_by_itself(monkeypatch):
+    """Four encoders with one microbatch each: they fill only the time in which the language model cannot begin."""
+    problem = small_problem(
+        num_devices=4, frozen=("vision", "language_model"), encoders=("vision",), num_microbatches=4
+    )
+    problem = replace(problem, samples=(small.sample(0, image=True, sound=False),) * 4)
+    numbers = {"vision": (4,), "language_model": (1,)}
+    bound = problem_lower_bound_s(problem, num_replicas=numbers)
+    monkeypatch.setattr("motet.planner.lower_bound._work_of_some", lambda problem, layers: 0.0)
+    assert bound > 1.01 * problem_lower_bound_s(problem, num_replicas=numbers)
+
+
 def draw_mixed_layout(rng, problem):
     """The language model on groups of two ranks and of one, the encoder on one of these."""
     n = problem.modules["language_model"].workload.num_layers

@@ -5,14 +5,48 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
+from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import Chunk, Layout, cut_chain, layout_plan
 from motet.planner.layouts.layout_costs import LayoutCosts
-from motet.planner.layouts.refined import layout_of, refined
+from motet.planner.layouts.refined import layout_of, refinements, with_split_encoders
 from motet.planner.registry import make_plan
 
 
 def ends(problem, layout):
     return sorted(LayoutCosts(problem).ends_s(layout, split_backward=True), reverse=True)
+
+
+def refined(problem, layout, costs, *, split_backward):
+    *_, last = [layout, *refinements(problem, layout, costs, split_backward=split_backward)]
+    return last
+
+
+def test_every_move_improves_the_ends():
+    problem = small_problem(num_devices=3, encoders=(), frozen=(), num_microbatches=16)
+    chunks = tuple(Chunk("language_model", run, group) for group, run in enumerate(((0, 7), (7, 8), (8, 10))))
+    layout = Layout(planner="auto", chunks=chunks, group_sizes=(1, 1, 1))
+    steps = [layout, *refinements(problem, layout, LayoutCosts(problem), split_backward=True)]
+    assert len(steps) > 2
+    of_steps = [ends(problem, step) for step in steps]
+    assert of_steps == sorted(of_steps, reverse=True)
+
+
+def test_ranks_of_a_group_take_turns_at_an_encoders_samples():
+    problem = small_problem(num_devices=2, frozen=(), num_microbatches=4)
+    problem = replace(
+        problem, modules={name: replace(module, tp_sizes=(1, 2)) for name, module in problem.modules.items()}
+    )
+    chunks = tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in problem.modules.items())
+    layout = Layout(planner="auto", chunks=chunks, group_sizes=(2,))
+    split = with_split_encoders(problem, layout)
+    assert split.split == set(problem.sources)
+    plan = evaluate(problem, layout_plan(problem, split)).plan
+    assert [len(plan.modules[name].replicas) for name in ("vision", "language_model")] == [2, 1]
+    assert with_split_encoders(problem, split) is None
+    two = {n: replace(m, tp_sizes=(2,)) for n, m in problem.modules.items()}
+    assert with_split_encoders(replace(problem, modules=two), layout) is None
+    few = replace(problem, samples=problem.samples[:1])
+    assert with_split_encoders(few, layout) is None
 
 
 def assert_whole(problem, layout):

@@ -20,4 +20,4 @@ TimeoutS = Annotated[float, Field(gt=0, le=1e7)]
 class Section(BaseModel):
     """A section of the run file. Unknown keys and values of another type are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

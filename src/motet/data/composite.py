@@ -21,10 +21,10 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Segment
 from motet.config import PartConfig, VideoConfig
 from motet.data.chat import answer_spans, end_of_turn, render
-from motet.data.encoder_layout import Layouts, frame_times
+from motet.data.encoder_layout import frame_times
 from motet.data.example import PLACEHOLDERS, Example, Media, Message
 from motet.data.formats.media import resample
-from motet.data.stored_layouts import ExampleKey
+from motet.data.stored_layouts import ExampleKey, LaidOut, PartLayout
 from motet.data.voxtral import VoxtralText, is_voxtral
 from motet.errors import UserError, one_line
 from motet.families.discovery.composite import Composite, FeatureFunction
@@ -36,14 +36,12 @@ OF_TEXT = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_of
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(LaidOut):
     """An example as its processor returns it."""
 
-    layouts: Mapping[str, tuple[Segment, ...]]
     features: Mapping[str, Mapping[str, Tensor]]
     """Features by module; {} if made from blank media."""
     input_ids: tuple[int, ...]
-    num_loss_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +68,10 @@ class CompositeProcessor:
         return str(self.processor.apply_chat_template(structured, **options))
 
     @lru_cache(maxsize=4096)  # noqa: B019 (metadata are asked for on every rank, and again in every epoch)
-    def lay_out(self, example: ExampleKey) -> Prepared:
+    def lay_out(self, key: ExampleKey) -> Prepared:
         """Layouts without features."""
-        media = {kind: [self._blank(kind, size) for size in sizes] for kind, sizes in example.sizes}
-        return self._prepare(example.messages, media, keeps_features=False)
+        media = {kind: [self._blank(kind, size) for size in sizes] for kind, sizes in key.sizes}
+        return self._prepare(key.messages, media, keeps_features=False)
 
     @lru_cache(maxsize=8)  # noqa: B019 (the modules of a sample are asked for one after the other)
     def prepare(self, example: "_Identity") -> Prepared:
@@ -170,7 +168,7 @@ class CompositeProcessor:
             }
             features[LANGUAGE_MODEL] |= {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
         num_loss_tokens = sum(label != IGNORED_LABEL for label in labels[1:])
-        return Prepared(layouts, features, tuple(ids), num_loss_tokens)
+        return Prepared(layouts, num_loss_tokens, features, tuple(ids))
 
     def _labels(
         self,
@@ -234,15 +232,10 @@ class _Identity:
 
 
 @dataclass(frozen=True, eq=False)
-class CompositePartLayout:
+class CompositePartLayout(PartLayout):
     """Layouts of examples for one part of the model, and its tensors."""
 
-    name: str
     whole: CompositeProcessor
-
-    def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
-        prepared = self.whole.lay_out(ExampleKey.of(example))
-        return prepared.layouts.get(self.name, ()), prepared.num_loss_tokens if self.name == LANGUAGE_MODEL else None
 
     def features(self, example: Example) -> dict[str, Tensor]:
         return dict(self.whole.prepare(_Identity(id(example), example)).features[self.name])

@@ -35,7 +35,7 @@ from motet.data.layouts import (
     TextLayout,
     check_vocabulary,
 )
-from motet.data.stored_layouts import ExampleKey, LaidOut, StoredLayouts, StoredPartLayout, layouts_file
+from motet.data.stored_layouts import ExampleKey, LaidOut, PartLayout, StoredLayouts, layouts_file
 from motet.data.tools import NeedsTransformersError, PlainTools, Tools, TransformersTools
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
@@ -131,12 +131,12 @@ def _composite_samples(config: RunConfig, part: PartConfig, graph: ConfiguredGra
 
         def lay_out(key: ExampleKey) -> LaidOut:
             prepared = whole.lay_out(key)
-            return LaidOut(dict(prepared.layouts), prepared.num_loss_tokens)
+            return LaidOut(prepared.layouts, prepared.num_loss_tokens)
 
         return lay_out
 
     stored = StoredLayouts(file, make)
-    layouts = SampleLayouts({name: StoredPartLayout(name, stored) for name in graph.names})
+    layouts = SampleLayouts({name: PartLayout(name, stored) for name in graph.names})
     return LaidOutExamples(_open_examples(config, graph).train, layouts)
 
 

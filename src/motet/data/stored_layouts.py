@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 from motet.assignment.sample import Segment
 from motet.config import PartConfig, VideoConfig
@@ -89,15 +90,21 @@ class StoredLayouts:
         return {digest: text for digest, _, text in (line.partition(" ") for line in lines)}
 
 
+class LayoutMaker(Protocol):
+    """Lays out examples, all parts of the model at once."""
+
+    def lay_out(self, key: ExampleKey) -> LaidOut: ...
+
+
 @dataclass(frozen=True, eq=False)
-class StoredPartLayout:
+class PartLayout:
     """Layouts of examples for one part of the model."""
 
     name: str
-    stored: StoredLayouts
+    whole: LayoutMaker
 
     def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
-        found = self.stored.lay_out(ExampleKey.of(example))
+        found = self.whole.lay_out(ExampleKey.of(example))
         return found.layouts.get(self.name, ()), found.num_loss_tokens if self.name == LANGUAGE_MODEL else None
 
 

@@ -30,16 +30,6 @@ MODEL_CLASSES: dict[Kind, dict[str, str]] = {
 }
 """By kind and `model_type`: the class in transformers."""
 
-PARTS_OF_COMPOSITES: dict[str, dict[Kind, str]] = {
-    "siglip": {"encoder": "siglip_vision_model"},
-    "clip": {"encoder": "clip_vision_model"},
-    "qwen2_5_vl": {"encoder": "qwen2_5_vl_vision"},
-    "qwen2_audio": {"encoder": "qwen2_audio_encoder"},
-    "gemma3": {"language_model": "gemma3_text"},
-    "mllama": {"language_model": "mllama_text_model"},
-}
-"""By `model_type` of a model of several parts: the families of those that motet takes out of it."""
-
 _NOT_EXPORTED = {
     "WhisperEncoder": "whisper.modeling_whisper",
     "MllamaTextConfig": "mllama.configuration_mllama",
@@ -88,9 +78,23 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
     return transformers_class(known[model_type])
 
 
-def part_type(model_type: str, kind: Kind) -> str:
-    """The family of the encoder or language model in a model of this type; a part is a family itself."""
-    return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)
+def part_of(config: Any, kind: Kind | None) -> Any:
+    """The language model's or an encoder's configuration, of a model with several parts; else the whole one."""
+    if kind == "language_model":
+        return config.get_text_config()
+    parts = [getattr(config, key, None) for key in ("audio_config", "vision_config")] if kind == "encoder" else []
+    return next((part for part in parts if isinstance(part, PretrainedConfig)), config)
+
+
+def config_class_of(model_type: str) -> Any:
+    """The configuration class of a family, or of a model with several parts. Raises `UserError` for another type."""
+    exceptional_families()  # Packages may have registered it.
+    if model_type in transformers.CONFIG_MAPPING:
+        return transformers.CONFIG_MAPPING[model_type]
+    for kind, known in MODEL_CLASSES.items():
+        if model_type in known:
+            return model_class_of(model_type, kind).config_class
+    raise UserError(f"model_type {model_type!r} is not known to the installed transformers")
 
 
 def compute_experts_in(config: PretrainedConfig, dtype: torch.dtype) -> None:

@@ -111,11 +111,6 @@ def _parts(config: RunConfig) -> dict[str, PartConfig]:
     return found
 
 
-def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
-    """The shape of every module, by name. Raises `UserError` naming the key that is wrong."""
-    return read_graph(config).workloads
-
-
 Graph = tuple[dict[str, ConfiguredModule], tuple[Edge, ...]]
 
 

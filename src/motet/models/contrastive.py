@@ -187,7 +187,7 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
             "configuration has add_cross_attention=True, or a BertLMHeadModel with is_decoder=True too"
         )
     read = towers[decoder.reads]
-    inner = getattr(read.module.config, family_of(read.module).hidden_size)
+    inner = read.module.config.hidden_size
     if inner != read.output_size:
         raise UserError(
             f"decoder: {decoder.reads} outputs {inner} features for each token, but a pooled output of "

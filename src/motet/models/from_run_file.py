@@ -38,7 +38,14 @@ from motet.models.graph import (
     TowerNode,
 )
 from motet.models.hub.clip import initial_loss, read_projection
-from motet.models.materialize import build_own, layer_seed, materialize, materialize_composite, read_part_config
+from motet.models.materialize import (
+    build_own,
+    compute_constants,
+    layer_seed,
+    materialize,
+    materialize_composite,
+    read_part_config,
+)
 from motet.models.stages.encoder import num_encoder_layers
 from motet.parallel.adapters import Adapters, add_adapters
 from motet.parallel.float8_linears import use_float8_linears
@@ -87,6 +94,7 @@ def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> 
     hf_config = read_composite_config(config.model.composite)
     with default_dtype(dtype):
         model = composite_class_of(hf_config)(hf_config)
+    compute_constants(model)
     remove_dropout(model)
     return dict(_composite_nodes(config, model, find_parts(model)))
 
@@ -118,8 +126,9 @@ def _plain_node(
             return own
         hf_config = read_part_config(part, kind, where=key)
         compute_experts_in(hf_config, dtype)
-        with default_dtype(dtype):  # Some families compute constants when they are built.
+        with default_dtype(dtype):
             model: nn.Module = model_class_of(hf_config.model_type, kind)(hf_config)
+        compute_constants(model)
         keep_corrections_wide(model)
         remove_dropout(model)
         return model

@@ -30,7 +30,7 @@ from transformers import PretrainedConfig
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError, one_line
 from motet.families.caption_decoders import is_added
-from motet.families.classes import Kind, config_class_named, model_class_of, model_on_meta, part_type
+from motet.families.classes import Kind, config_class_named, config_class_of, model_class_of, model_on_meta, part_of
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.discovery.language_model_parts import causal_layer_parts, num_causal_layers
 from motet.families.encoders.own_encoders import build, build_on_meta
@@ -91,7 +91,10 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
             model_class_of(config.model_type, kind)
         else:
             stored = stored_model_type(part)
-            family = tower_family(stored, part.part) if isinstance(part, TowerConfig) else part_type(stored, kind)
+            if isinstance(part, TowerConfig):
+                family = tower_family(stored, part.part)
+            else:
+                family = part_of(config_class_of(stored).from_pretrained(stored_folder(part)), kind).model_type
             config = model_class_of(family, kind).config_class.from_pretrained(stored_folder(part), **part.values)
         if kind == "language_model":
             check_causal(config)
@@ -302,6 +305,16 @@ def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
         module._is_hf_initialized = False  # type: ignore[assignment]
     torch.manual_seed(seed)
     model.initialize_weights()
+
+
+def compute_constants(model: Any) -> None:
+    """Computes the constant buffers of a model again, in torch's default dtype, as `materialize` and `from_pretrained`
+    do. Constructors run in the dtype of the model, in which constants such as GPT-J's table of positions round
+    otherwise."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    with torch.random.fork_rng(devices=[]):
+        _initialize(model, list(model.modules()), seed=0)
 
 
 def layer_seed(seed: int, name: str, layer: int) -> int:

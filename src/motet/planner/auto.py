@@ -17,6 +17,8 @@ Then `auto` tries
 * the fastest few that do not fit, with parameters that their replicas share (`motet.planner.layouts.sharing`);
 * the best few with other context parallelism (`motet.planner.layouts.context_methods`) and under other schedules;
 * the best one, and the fastest that does not fit, with sequence parallelism;
+* the layouts with the least bounds under critical paths, and the best few with layers moved between groups;
+* the best one with encoders whose ranks take turns at the samples, in the place of tensor parallelism;
 * the best one under balanced assignments;
 * the best few with encoders that run ahead.
 
@@ -53,10 +55,10 @@ from motet.planner.ending import Progress, silent, until
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.degrees import check_degrees, cp_sizes
-from motet.planner.layouts.layout import Placement, layout_plan
+from motet.planner.layouts.layout import Layout, Placement, layout_plan
 from motet.planner.layouts.layout_costs import LayoutCosts
 from motet.planner.layouts.own_layouts import PLANNER, chains_on, divisions, knows_sequence_parallelism, own_layouts
-from motet.planner.layouts.refined import layout_of, refined
+from motet.planner.layouts.refined import layout_of, refinements, with_split_encoders
 from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.layouts.variants import best_variants, is_free, microbatch_numbers, promising, variant
 from motet.planner.lower_bound import problem_lower_bound_s
@@ -103,6 +105,15 @@ NUM_PROMISING = 2
 """Number of schedules, those best for the best plan, that the next plans are tried under."""
 MEMORY_AWARE = "bubble_filling"
 """The schedule for layouts that exceed the memory under their own."""
+CRITICAL = "critical_path"
+NUM_FOLLOWED = 4
+"""Number of layouts, those with the least bounds, that are tried under critical paths though others were faster."""
+MAX_FOLLOWED_ACTIONS = 8_000
+"""Most actions of a plan that is tried so: with more, fewer policies are, and each takes longer."""
+MOVES_BETWEEN = (1, 2, 4, 8)
+"""Numbers of moves after which a layout is tried under critical paths, beside that after all."""
+NEAR_CRITICAL = 1.03
+"""Moved layouts are tried so if plans under critical paths have come this near to the best plan."""
 BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "critical_path", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
 
@@ -270,6 +281,7 @@ class _Search:
             return
         self._improve()
         if self.placement is None:
+            self._follow_bounds()
             self._refine()
             self._place_replicas()
         if self.problem.chooses_assignment:
@@ -383,20 +395,60 @@ class _Search:
             fastest = min(missed, key=lambda e: e.iteration_time_s)
             self.add(_sequence_parallel(fastest), "sequence parallelism")
 
+    def _follow_bounds(self) -> None:
+        """Tries layouts that have less work on each group than others, and that closed forms make nothing of, under
+        critical paths."""
+        if CRITICAL not in self.schedules:
+            return
+        best = min(self.evaluations, key=rank)
+        found: list[tuple[float, Evaluation]] = []
+        known = {_content(e.plan) for e in self.evaluations if e.plan.schedule == CRITICAL}
+        for each in self.evaluations:
+            layout = layout_of(each.problem, each.plan) if each.num_actions <= MAX_FOLLOWED_ACTIONS else None
+            if layout is not None and _content(each.plan) not in known:
+                known.add(_content(each.plan))
+                found.append((LayoutCosts(each.problem).bound_s(layout), each))
+        found.sort(key=lambda pair: pair[0])
+        for bound_s, each in found[:NUM_FOLLOWED]:
+            if bound_s < best.iteration_time_s:
+                self.add(_under(each, [CRITICAL]), "critical paths")
+
     def _refine(self) -> None:
-        """Moves layers and runs of the best plans between groups, under their own schedules and the most promising."""
-        for each in _best(self.evaluations):
+        """Moves layers and runs of the best plans between groups, under their own schedules and the most promising; and
+        those of the best one without tensor parallelism of its encoders."""
+        for number, each in enumerate(_best(self.evaluations)):
             layout = layout_of(each.problem, each.plan)
             if layout is None:
                 continue
-            splits = each.plan.schedule in SPLIT_BACKWARDS
-            better = refined(each.problem, layout, LayoutCosts(each.problem), split_backward=splits)
-            if better.content == layout.content:
+            self._move_layers(each, layout)
+            if number > 0 or each.num_actions > MAX_FOLLOWED_ACTIONS or not self.problem.may_share_nodes:
                 continue
-            found = evaluate(each.problem, layout_plan(each.problem, better))
-            allowed = [name for name in BY_PROMISE if name in self.schedules]
-            wanted = [name for name in allowed if _differs(name, found.plan, self.schedules)]
-            self.add([found, *_under(found, wanted, MAX_ACTIONS)], "layers moved")
+            split = with_split_encoders(each.problem, layout)
+            if split is not None:
+                with suppress(UserError):
+                    found = evaluate(each.problem, layout_plan(each.problem, split, schedule=each.plan.schedule))
+                    self.add([found, *_under(found, self._promising(found))], "encoders in turns")
+                    self._move_layers(each, split)
+
+    def _move_layers(self, each: Evaluation, layout: Layout) -> None:
+        splits = each.plan.schedule in SPLIT_BACKWARDS
+        steps = list(refinements(each.problem, layout, LayoutCosts(each.problem), split_backward=splits))
+        if each.num_actions <= MAX_FOLLOWED_ACTIONS and self._critical_is_near():
+            # What evens out the work may take a schedule its order, so some moves can be better than all.
+            some = [step for number, step in enumerate(steps[:-1], start=1) if number in MOVES_BETWEEN]
+            plans = [layout_plan(each.problem, step, schedule=CRITICAL) for step in some]
+            self.add([evaluate(each.problem, plan) for plan in plans], "some layers moved")
+        if steps:
+            found = evaluate(each.problem, layout_plan(each.problem, steps[-1], schedule=each.plan.schedule))
+            self.add([found, *_under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
+
+    def _critical_is_near(self) -> bool:
+        times_s = [e.iteration_time_s for e in self.evaluations if e.plan.schedule == CRITICAL]
+        return min(times_s, default=inf) <= NEAR_CRITICAL * min(self.evaluations, key=rank).iteration_time_s
+
+    def _promising(self, evaluation: Evaluation) -> list[str]:
+        allowed = [name for name in BY_PROMISE if name in self.schedules]
+        return [name for name in allowed if _differs(name, evaluation.plan, self.schedules)]
 
     def _place_replicas(self) -> None:
         """Puts equal stages of the best plans' replicas side by side on the nodes."""
@@ -563,6 +615,12 @@ def _saving_memory(problem: PlanningProblem) -> Iterator[PlanningProblem]:
         if dp_sizes:
             both = problem.with_options(memory=sharded if may_shard else problem.memory, recompute=blocks)
             yield both.with_options(num_microbatches=number, dp_sizes=dp_sizes)
+
+
+def _content(plan: Plan) -> object:
+    """What two plans share that differ in their schedule and planner only."""
+    parts = {name: (module.replicas, module.sequence_parallel) for name, module in plan.modules.items()}
+    return str(sorted(parts.items())), plan.num_microbatches, plan.recompute, plan.zero1
 
 
 def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

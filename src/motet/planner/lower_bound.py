@@ -16,8 +16,10 @@ their costs assume. Kept:
 1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
    action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
    add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
-   Ranks beyond those that all microbatches together can occupy, each in one layer at a time, wait until a first
-   backward can begin; and at the end, once no forward can begin any more, they have nothing but weight gradients.
+   The same holds for any of the layers by themselves: other work only delays theirs. It tells more where early layers
+   have less work than the others' wait. Ranks beyond those that all microbatches together can occupy, each in one layer
+   at a time, wait until a first backward can begin; and at the end, once no forward can begin any more, they have
+   nothing but weight gradients. At each time only modules count that can have begun, or that others do not yet follow.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
 4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
@@ -33,7 +35,7 @@ different numbers of microbatches (`replica_microbatches`) are not covered if sa
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from heapq import merge
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -45,7 +47,11 @@ from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
 from motet.planner.layouts.degrees import cp_sizes, dp_sizes, largest_ep, tp_sizes
 from motet.planner.problem import PlanningProblem
-from motet.ragged_arrays import Floats, Ints
+from motet.ragged_arrays import Bools, Floats, Ints
+
+NUM_SPREAD = 6
+"""Layers, evenly spread, at whose heads and tails the bound from some layers' work begins and ends."""
+_ALL = slice(None)
 
 
 class _Layers(NamedTuple):
@@ -61,18 +67,30 @@ class _Layers(NamedTuple):
     weight_s: Floats
     head_s: Floats
     tail_s: Floats
+    firsts: Ints
+    """Place of each module's first layer."""
     crowd: "_Crowd"
+
+
+class _Phase(NamedTuple):
+    """A part of the begin or of the end of an iteration, in which few modules can work."""
+
+    seconds: float
+    most_busy: int
+    """Ranks that all microbatches occupy, each in one layer at a time."""
 
 
 class _Crowd(NamedTuple):
     """What limits how many ranks can work at the begin and at the end of an iteration."""
 
-    most_busy: int
-    """Ranks that all microbatches occupy, each in one layer at a time."""
-    forward_s: float
-    """Least time until a backward can begin."""
-    backward_s: float
-    """Least time after the last forward, without weight gradients."""
+    begin: list[_Phase]
+    """Until a backward can begin."""
+    end: list[_Phase]
+    """After the last forward, the last part first; weight gradients are not limited."""
+
+    @property
+    def forward_s(self) -> float:
+        return sum(phase.seconds for phase in self.begin)
 
 
 class Size(NamedTuple):
@@ -154,9 +172,11 @@ def _least_of(
     for weaker_s, sizes in merge(*batches, key=itemgetter(0)):
         if weaker_s >= least_s:
             break
-        layers = _layers(modules, sizes)
+        layers, fixed_s = _layers(modules, sizes), _fixed_s(problem, modules, sizes)
         busy_s = max(bound_s(problem, layers, sizes) for bound_s in (_indivisible, _work, _pigeonholes))
-        least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
+        if busy_s + fixed_s < least_s:
+            busy_s = max(busy_s, _work_of_some(problem, layers))
+        least_s = min(least_s, busy_s + fixed_s)
     return least_s
 
 
@@ -349,7 +369,8 @@ def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
     holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s = map(
         np.concatenate, zip(*columns, strict=True)
     )
-    return _Layers(holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s, crowd)
+    firsts = np.cumsum([0, *(len(heads[name]) for name in sizes)])[:-1]
+    return _Layers(holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s, firsts, crowd)
 
 
 def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats], _Crowd]:
@@ -371,24 +392,37 @@ def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats]
         min(float(found[name][-1] + one[name][of_layer][-1]) for name in lossy)
         for found, of_layer in ((heads, 0), (backs, 1))
     )
-    return heads, _tails(modules, one, backs), _Crowd(_most_busy(modules, sizes), forward_s, backward_s)
+    # A module works from the time when its first layer can, and until the time that must follow its last backward.
+    begins = {name: float(heads[name][0]) for name in sizes}
+    ends = {name: float(backs[name][own].min()) for name, own in modules.has_backward.items() if own.any()}
+    crowd = _Crowd(_phases(modules, sizes, begins, forward_s), _phases(modules, sizes, ends, backward_s))
+    return heads, _tails(modules, one, backs), crowd
 
 
-def _most_busy(modules: _Modules, sizes: Sizes) -> int:
-    """The most ranks that can be in forwards at once. A microbatch is in one layer of a module at a time. A sample is
-    in one of the modules of a row at a time, of which each reads the one before; modules that read nothing run beside
-    each other."""
+def _phases(modules: _Modules, sizes: Sizes, since_s: Mapping[str, float], until_s: float) -> list[_Phase]:
+    """`since_s`: when each module can work at the earliest; others cannot before `until_s`."""
+    times = sorted({0.0, *(seconds for seconds in since_s.values() if seconds < until_s), until_s})
+    return [
+        _Phase(to - time, _most_busy(modules, sizes, {name for name, since in since_s.items() if since <= time}))
+        for time, to in pairwise(times)
+    ]
+
+
+def _most_busy(modules: _Modules, sizes: Sizes, working: Set[str]) -> int:
+    """The most ranks that can be in forwards at once, if only some modules can be. A microbatch is in one layer of a
+    module at a time. A sample is in one of the modules of a row at a time, of which each reads the one before; modules
+    that read nothing run beside each other."""
     problem, num_samples = modules.problem, len(modules.problem.samples)
     number = {
         name: min(num_samples, size.num_replicas * problem.num_microbatches) if problem.cuts_evenly else num_samples
         for name, size in sizes.items()
     }
-    ranks = {name: max(size.tp) * size.cp for name, size in sizes.items()}
+    ranks = {name: max(size.tp) * size.cp * (name in working) for name, size in sizes.items()}
     of_all = sum(number[name] * ranks[name] for name in sizes)
     # Beside the batch's own microbatches there may be those of the next batch.
     ahead = [name for name in sizes if modules.num_ahead(name)]
     if ahead:
-        return of_all + sum(number[name] * ranks[name] for name in ahead)
+        return of_all + sum(number[name] * max(sizes[name].tp) * sizes[name].cp for name in ahead)
     if not modules.is_row:
         return of_all
     # Actions that run at once have different samples; with equally many replicas, different microbatches.
@@ -448,34 +482,73 @@ class _Earliest:
         return float(np.interp(total, self._sums, self.ends))
 
 
-def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
+class _Work:
     """The bound from work. Ranks without a layer do not work; others may stay unused if that is faster."""
-    work, weight, crowd = layers.device_s.sum(), layers.device_weight_s.sum(), layers.crowd
-    most = min(problem.num_devices, int(layers.num_holders.sum()))
-    heads = _Earliest(layers.head_s, layers.num_holders)
-    tails = _Earliest(layers.tail_s, layers.num_holders)
+
+    def __init__(self, problem: PlanningProblem, layers: _Layers, some: Bools | slice = _ALL) -> None:
+        """`some`: the layers whose work counts; ranks that hold none of them do no work that counts."""
+        self._work, self.weight_s = layers.device_s[some].sum(), layers.device_weight_s[some].sum()
+        self.num_holders = layers.num_holders[some]
+        self.head_s, self.tail_s = layers.head_s[some], layers.tail_s[some]
+        self.most = min(problem.num_devices, int(self.num_holders.sum()))
+
+    def seconds(
+        self, before: Callable[[Floats], Floats], after: Callable[[Floats], Floats], breaks: list[Floats]
+    ) -> float:
+        """`before`, `after`: what a number of ranks wait for together at the begin and at the end. `breaks`: numbers
+        between which these are linear."""
+        # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
+        numbers = np.concatenate([[1.0, self.most], *breaks])
+        numbers = np.unique(np.concatenate([np.floor(numbers), np.ceil(numbers)]))
+        numbers = numbers[(numbers >= 1) & (numbers <= self.most)]
+        waiting = before(numbers) + np.maximum(0.0, after(numbers) - self.weight_s)
+        return float(((self._work + waiting) / numbers).min())
+
+    def with_heads_and_tails(self) -> float:
+        heads, tails = _Earliest(self.head_s, self.num_holders), _Earliest(self.tail_s, self.num_holders)
+        filled = np.array([tails.number_at(self.weight_s)])
+        return self.seconds(heads, tails, [heads.ends, tails.ends, filled])
+
+
+def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
+    """The bound from the work of all layers."""
+    work, crowd = _Work(problem, layers), layers.crowd
     # What ranks wait for at the begin and what they wait for at the end are added up, so they must not overlap.
     after_s = max(0.0, _indivisible(problem, layers, sizes) - crowd.forward_s)
     late_tails = _Earliest(np.minimum(layers.tail_s, after_s), layers.num_holders)
 
-    def seconds(before: Callable[[Floats], Floats], after: Callable[[Floats], Floats], breaks: list[Floats]) -> float:
-        # Between these numbers of ranks the numerator is linear, so the quotient is least at one of them.
-        numbers = np.concatenate([[1.0, most], *breaks])
-        numbers = np.unique(np.concatenate([np.floor(numbers), np.ceil(numbers)]))
-        numbers = numbers[(numbers >= 1) & (numbers <= most)]
-        return float(((work + before(numbers) + np.maximum(0.0, after(numbers) - weight)) / numbers).min())
+    def crowded(phases: Sequence[_Phase]) -> Callable[[Floats], Floats]:
+        return lambda numbers: sum(
+            (np.maximum(0.0, numbers - phase.most_busy) * phase.seconds for phase in phases), np.zeros(len(numbers))
+        )
 
-    def crowded(seconds: float) -> Callable[[Floats], Floats]:
-        return lambda numbers: np.maximum(0.0, numbers - crowd.most_busy) * seconds
-
-    full = crowd.most_busy + weight / crowd.backward_s if crowd.backward_s else np.inf
-    full_at = np.array([crowd.most_busy, min(full, most)])
-    filled, late_filled = (np.array([own.number_at(weight)]) for own in (tails, late_tails))
+    begin, end = crowded(crowd.begin), crowded(crowd.end)
+    full = np.unique([1, work.most, *(phase.most_busy for phase in (*crowd.begin, *crowd.end))]).astype(float)
+    filled = np.array([np.interp(work.weight_s, end(full), full)])
+    late_filled = np.array([late_tails.number_at(work.weight_s)])
     return max(
-        seconds(heads, tails, [heads.ends, tails.ends, filled]),
-        seconds(crowded(crowd.forward_s), late_tails, [full_at, late_tails.ends, late_filled]),
-        seconds(crowded(crowd.forward_s), crowded(crowd.backward_s), [full_at]),
+        work.with_heads_and_tails(),
+        work.seconds(begin, late_tails, [full, late_tails.ends, late_filled]),
+        work.seconds(begin, end, [full, filled]),
     )
+
+
+def _work_of_some(problem: PlanningProblem, layers: _Layers) -> float:
+    """The bound from the work of only those layers that begin late and are followed by much: the others could use ranks
+    only while these wait, and for no longer than their own work takes."""
+    least_heads, least_tails = (_thresholds(values, layers.firsts) for values in (layers.head_s, layers.tail_s))
+    return max(
+        _Work(problem, layers, some).with_heads_and_tails()
+        for least_head, least_tail in product(least_heads, least_tails)
+        if (some := (layers.head_s >= least_head) & (layers.tail_s >= least_tail)).any()
+    )
+
+
+def _thresholds(values: Floats, firsts: Ints) -> list[float]:
+    """The values of each module's first layers, and of layers evenly spread among all others."""
+    spread = np.unique(values)[np.linspace(0, len(np.unique(values)) - 1, NUM_SPREAD).astype(int)]
+    thresholds: list[float] = np.unique([*values[firsts], *spread]).tolist()
+    return thresholds
 
 
 def _indivisible(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
@@ -491,7 +564,7 @@ def _pigeonholes(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> flo
         return 0.0
     num_devices = problem.num_devices
     largest = _Earliest(-layers.work_s, np.minimum(layers.num_holders, num_devices))
-    k = np.arange(1.0, (int(largest.ends[-1]) - 1) // num_devices + 1)
+    k = np.arange(1, (int(largest.ends[-1]) - 1) // num_devices + 1).astype(float)
     last = k * num_devices + 1
     return float(np.max(largest(last - k - 1) - largest(last), initial=0.0))
 

@@ -16,7 +16,7 @@ from tower_problems import tower_problem as problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
-from motet.families.configured_graph import read_workloads
+from motet.families.configured_graph import read_graph
 from motet.plan import CONTRASTIVE, Plan
 from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, balance, distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan
@@ -235,7 +235,7 @@ def test_mistakes_are_named() -> None:
 def test_measured_costs_of_towers_are_completed_by_those_of_their_loss(tmp_path: Path) -> None:
     """`motet profile` measures towers; what a batch-sync takes depends on who takes part."""
     config = load_run_config(ROOT / "examples/three_towers.yaml", [f"cluster.costs={tmp_path}/costs.json"])
-    workloads, cluster = read_workloads(config), describe_cluster(config)
+    workloads, cluster = read_graph(config).workloads, describe_cluster(config)
     computed = analytic_table(workloads, cluster)
     measured = {name: sizes for name, sizes in computed.modules.items() if name != CONTRASTIVE}
     replace(computed, modules=measured, source="profiled").save(tmp_path / "costs.json")

@@ -67,8 +67,6 @@ class EncoderFamily:
     """Sub-modules of the head's layer, among them those whose output goes unused (poolers)."""
     num_blocks: str = "num_hidden_layers"
     """Key of the configuration."""
-    hidden_size: str = "hidden_size"
-    """Key of the configuration: width inside."""
     output_size: str = "hidden_size"
     """Key of the configuration: width after the head."""
     arrangement: Arrangement = Arrangement.BATCH
@@ -418,9 +416,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("conv1", "conv2", "embed_positions"),
         blocks="layers",
         head_parts=("layer_norm",),
-        num_blocks="encoder_layers",
-        hidden_size="d_model",
-        output_size="d_model",
         embed=_by_shape(_embed_mel),
         block_arguments=_no_mask,
         finish=lambda model, hidden, grids: model.layer_norm(hidden),
@@ -432,9 +427,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("conv1", "conv2", "embed_positions"),
         blocks="layers",
         head_parts=("avg_pooler", "layer_norm"),
-        num_blocks="encoder_layers",
-        hidden_size="d_model",
-        output_size="d_model",
         embed=_by_shape(_embed_mel),
         block_arguments=_mask_padding,
         finish=_pool,

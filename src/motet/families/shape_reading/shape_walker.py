@@ -23,15 +23,22 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError, one_line
-from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, default_dtype, model_class_of
+from motet.families.classes import (
+    MODEL_CLASSES,
+    Kind,
+    config_class_named,
+    config_class_of,
+    default_dtype,
+    model_class_of,
+    part_of,
+)
 from motet.families.config_values import check_values
 from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES, Arrangement
-from motet.families.language_models import exceptional_families
 from motet.families.shape_reading.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
 from motet.parallel.tensor.tensor_cuts import TensorCuts, tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part
@@ -98,7 +105,8 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
             config = config_class(**values)
         else:
             stored = {key: value for key, value in request.stored.items() if key != "transformers_version"}
-            config = _part_of(_config_class(str(stored.pop("model_type", None))).from_dict(stored), role)
+            whole = config_class_of(str(stored.pop("model_type", None))).from_dict(stored)
+            config = whole if role == "tower" else part_of(whole, role)
             if values:
                 check_values(type(config), values)
                 config = type(config).from_dict({**config.to_dict(), **values})
@@ -112,24 +120,6 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
     is_known = any(family in MODEL_CLASSES[kind] for kind in ("encoder", "language_model"))
     is_encoder = family in MODEL_CLASSES["encoder"] or not (is_known or type(config) in CAUSAL)
     return config, role or ("encoder" if is_encoder else "language_model")
-
-
-def _part_of(config: Any, role: Role | None) -> Any:
-    """Returns the language model's or an encoder's configuration, of a model with several parts."""
-    if role == "language_model":
-        return config.get_text_config()
-    parts = [getattr(config, key, None) for key in ("audio_config", "vision_config")] if role == "encoder" else []
-    return next((part for part in parts if isinstance(part, PretrainedConfig)), config)
-
-
-def _config_class(model_type: str) -> Any:
-    exceptional_families()  # Packages may have registered it.
-    if model_type in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model_type]
-    for kind, known in MODEL_CLASSES.items():
-        if model_type in known:
-            return model_class_of(model_type, kind).config_class
-    raise UserError(f"model_type {model_type!r} is not known to the installed transformers")
 
 
 def _model_class(config: PretrainedConfig, role: Role) -> Any:

@@ -103,7 +103,7 @@ class EncoderStage(StageBase):
         self._preprocess = modality_module.preprocess_callback
         self._postprocess_module = modality_module.postprocess_module_callback
         self._postprocess_projector = modality_module.postprocess_projector_callback
-        self._widths = [getattr(self.config, self.family.hidden_size)] * (self._head_layer + 1)
+        self._widths = [self.config.hidden_size] * (self._head_layer + 1)
         """Of what enters each layer, and of what leaves the last one."""
         self._widths.append(getattr(self.config, self.family.output_size))
         if projector is not None:

@@ -7,6 +7,8 @@ one of its runs to another run of the module (all boundaries in between move by 
 encoder to another group. It keeps the move that improves the sorted list of the groups' ends most, the latest end
 first, as long as one does.
 
+`with_split_encoders` gives up tensor parallelism of encoders: the ranks of a group take turns at the samples.
+
 The ends are those of `LayoutCosts.ends_s`: no schedule is made, and messages cost nothing, so the result is simulated
 beside the layout that it comes from.
 """
@@ -69,8 +71,10 @@ def _without_ranks(plan: Plan) -> object:
     }
 
 
-def refined(problem: PlanningProblem, layout: Layout, costs: LayoutCosts, *, split_backward: bool) -> Layout:
-    """The layout after all moves that improve it, or the layout itself."""
+def refinements(
+    problem: PlanningProblem, layout: Layout, costs: LayoutCosts, *, split_backward: bool
+) -> Iterator[Layout]:
+    """The layout after each of the moves that improve it, the last one after all."""
     left = 10 * MAX_TRIED // len(layout.chunks)
     limit = max(usable_bytes(problem.cluster), costs.needed_bytes(layout))
     ends = costs.ends_s(layout, split_backward=split_backward)
@@ -86,7 +90,23 @@ def refined(problem: PlanningProblem, layout: Layout, costs: LayoutCosts, *, spl
         if best is None:
             break
         layout = best
-    return layout
+        yield layout
+
+
+def with_split_encoders(problem: PlanningProblem, layout: Layout) -> Layout | None:
+    """The layout with encoders without tensor parallelism on the same groups; None if no encoder can be so."""
+    sizes: dict[str, set[int]] = {}
+    for chunk in layout.chunks:
+        sizes.setdefault(chunk.module, set()).add(layout.group_sizes[chunk.group])
+    split = frozenset(
+        name
+        for name in problem.sources
+        if len(sizes[name]) == 1
+        and 1 < max(sizes[name]) <= len(problem.samples) // layout.dp
+        and layout.cp(name) == 1
+        and 1 in problem.modules[name].tp_sizes
+    )
+    return replace(layout, split=split) if split - layout.split else None
 
 
 def _key(ends: list[float], latest: float) -> list[int]:

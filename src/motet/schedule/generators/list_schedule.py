@@ -130,7 +130,7 @@ class ListClock:
     def __init__(
         self, routes: Routes, ranks: Ranks, duration_s: Durations, memory: MemoryLimit | None, *, splits: bool
     ) -> None:
-        """`splits`: backwards into halves; the clock then needs a `policy`."""
+        """`splits`: backwards into halves; the clock then needs a `policy` or an order."""
         self.num_cells = routes.num_cells
         self.stages = [StageKey(*stage[:3]) for stage in routes.stages]
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
@@ -174,7 +174,7 @@ class ListClock:
         np.maximum.at(last, pipeline, self.due[cells])
         urgent = remaining_s / np.maximum(longest_s[pipeline], np.finfo(float).tiny)
         urgent += policy.backward * ~is_forward - policy.earlier * self.due[cells] / last[pipeline]
-        self._number_urgencies(np.lexsort((self.due[cells], -urgent)))
+        self._number_urgencies(self.actions[np.lexsort((self.due[cells], -urgent))])
 
     def _set_urgencies(self) -> None:
         """Smaller goes first: forwards that someone waits for, backwards, forwards that nobody waits for; then the
@@ -184,7 +184,8 @@ class ListClock:
         cells = self.actions % self.num_cells
         waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
         turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
-        self._number_urgencies(np.lexsort((-np.array(self.remaining_s)[self.actions], self.due[cells], turn)))
+        keys = (-np.array(self.remaining_s)[self.actions], self.due[cells], turn)
+        self._number_urgencies(self.actions[np.lexsort(keys)])
 
     def _remaining_s(self) -> list[float]:
         """The longest time from each action's start to the end of the iteration."""
@@ -194,8 +195,8 @@ class ListClock:
             remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
         return remaining_s
 
-    def _number_urgencies(self, order: Ints) -> None:
-        self.action_of: list[int] = self.actions[order].tolist()
+    def _number_urgencies(self, most_urgent_first: Ints) -> None:
+        self.action_of: list[int] = most_urgent_first.tolist()
         """By urgency."""
         self.urgency = [NOTHING] * len(self.tables.seconds)
         for urgency, action in enumerate(self.action_of):
@@ -225,11 +226,15 @@ class ListClock:
         self,
         policy: Policy | None = None,
         *,
+        most_urgent_first: Ints | None = None,
         in_flight: Mapping[StageKey, int] | None = None,
         all_forwards_first: bool = False,
     ) -> list[list[int]]:
-        """Runs the policy and returns the actions of each unit. The other arguments are those of `list_schedule`."""
-        if policy is None:
+        """Runs a policy, or all actions `most_urgent_first`, and returns the actions of each unit. The other
+        arguments are those of `list_schedule`."""
+        if most_urgent_first is not None:
+            self._number_urgencies(most_urgent_first)
+        elif policy is None:
             self._set_urgencies()
         else:
             self._set_urgencies_by(policy)
@@ -254,7 +259,7 @@ class ListClock:
                 action = heapq.heappop(self.running)[2]
                 self._finish(action, idle)
                 pipeline = self.pipeline[self.cell_stage[action % self.num_cells]]
-                self.ended_s[pipeline] = now
+                self.ended_s[pipeline] = self.ends_s[action] = now
                 touched.add(pipeline)
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
         return self.lists
@@ -279,6 +284,8 @@ class ListClock:
         """Actions of each pipeline."""
         self.ended_s = [0.0] * self.num_pipelines
         """End of each pipeline's last action."""
+        self.ends_s = [0.0] * len(self.tables.seconds)
+        """End of each action."""
         self.bytes_held = [0] * num_units
         self.holding = [0] * num_stages
         """Microbatches of each stage that are saved for the backward."""
@@ -294,11 +301,15 @@ class ListClock:
     def _queues(self, action: int) -> list[list[int]]:
         if action < self.num_cells:
             return self.ready_forwards
-        if action >= self.first_weight or (
+        return self.ready_weights if self.fills(action) else self.ready_backwards
+
+    def fills(self, action: int) -> bool:
+        """Whether an action runs where nothing else can, as nothing waits for it."""
+        if action < self.num_cells:
+            return False
+        return action >= self.first_weight or (
             action < self.first_input and self.is_deferred[action - self.first_backward]
-        ):
-            return self.ready_weights
-        return self.ready_backwards
+        )
 
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
