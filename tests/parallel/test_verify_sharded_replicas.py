@@ -157,8 +157,9 @@ def trained(scenario: Scenario) -> tuple[list[float], int, int]:
     return values, sum(storages.values()), whole
 
 
-@pytest.mark.parametrize("dp", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_training_keeps_a_share_of_everything(dp: int) -> None:
+@pytest.mark.parametrize(("dp", "padding"), [(2, 0.02), pytest.param(3, 0.04, marks=pytest.mark.campaign)])
+def test_training_keeps_a_share_of_everything(dp: int, padding: float) -> None:
+    """But for padding where rows do not divide, as by three: a share of 64 rows then has 22."""
     scenario = replace(SHARED, dp=dp, sharded_replicas=dp, dtype="float32", num_samples=2 * dp)
     plain = replace(scenario, fully_sharded=False, sharded_replicas=1)
     predicted = sum(
@@ -179,7 +180,7 @@ def test_training_keeps_a_share_of_everything(dp: int) -> None:
     for values, num_bytes, whole in run_distributed(lambda rank: trained(scenario), dp):
         assert values == pytest.approx(expected, rel=2e-6)
         assert num_bytes <= 1.1 * whole / dp
-        assert num_bytes == pytest.approx(predicted, rel=0.02)
+        assert num_bytes == pytest.approx(predicted, rel=padding)
 
 
 def units_at_once(scenario: Scenario) -> tuple[int, int]:
