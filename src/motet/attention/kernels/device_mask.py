@@ -142,6 +142,8 @@ class DeviceMask:
     """[B, K], int32: of the keys, in the whole sequence."""
     key_class: Tensor
     """[B, K], int32."""
+    num_classes: int
+    """0: each query sees all classes."""
     block: int
     query_tasks: DeviceTasks
     """Blocks of queries, over the blocks of keys that they see."""
@@ -155,11 +157,10 @@ class DeviceMask:
         position, lo, hi = self.position[:, None], self.lo[..., None], self.hi[..., None]
         inside = (lo[:, :, 0] <= position) & (position < hi[:, :, 0])
         inside |= (lo[:, :, 1] <= position) & (position < hi[:, :, 1])
-        key_class = self.key_class.long()
-        num_classes = int(key_class.max()) + 1 if key_class.numel() else 0
-        sees_class = ((self.classes_seen[..., None] >> torch.arange(num_classes, device=lo.device)) & 1).bool()
-        if not sees_class.all():
-            inside &= sees_class.gather(2, key_class[:, None].expand(-1, lo.shape[1], -1))
+        if self.num_classes:
+            bits = torch.arange(self.num_classes, device=lo.device)
+            sees_class = ((self.classes_seen[..., None] >> bits) & 1).bool()
+            inside &= sees_class.gather(2, self.key_class.long()[:, None].expand(-1, lo.shape[1], -1))
         return inside
 
 
@@ -194,6 +195,7 @@ def device_mask(
     def stack(arrays: Sequence[NDArray], dtype: torch.dtype) -> Tensor:
         return to_device(torch.from_numpy(np.stack(arrays)).to(dtype), torch.device(device))
 
+    sees_all = all(mask.class_mask.all() for mask in masks)
     return DeviceMask(
         lo=stack([mask.lo[queries] for mask in masks], torch.int32),
         hi=stack([mask.hi[queries] for mask in masks], torch.int32),
@@ -202,6 +204,7 @@ def device_mask(
         ),
         position=stack([keys] * len(masks), torch.int32),
         key_class=stack([mask.token_class[keys] for mask in masks], torch.int32),
+        num_classes=0 if sees_all else max(len(mask.class_mask) for mask in masks),
         block=block,
         query_tasks=DeviceTasks.on(torch.device(device), make_tasks(maps, max_tiles)),
         key_tasks=DeviceTasks.on(
