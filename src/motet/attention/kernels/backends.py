@@ -267,8 +267,8 @@ class CpuBackend:
 
 @lru_cache(maxsize=4)
 def _bias(mask: DeviceMask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]. Layers and passes of a
-    microbatch share them."""
+    """Returns what a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]. Layers and
+    passes of a microbatch share them."""
     bias = torch.where(mask.dense(), 0.0, -math.inf).to(dtype)[:, None]
     return bias, bias.amax(-1) == -math.inf
 
