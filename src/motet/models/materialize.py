@@ -94,7 +94,8 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
             if isinstance(part, TowerConfig):
                 family = tower_family(stored, part.part)
             else:
-                family = part_of(config_class_of(stored).from_pretrained(stored_folder(part)), kind).model_type
+                whole = config_class_of(stored).from_pretrained(stored_folder(part), trust_remote_code=False)
+                family = part_of(whole, kind).model_type
             config = model_class_of(family, kind).config_class.from_pretrained(stored_folder(part), **part.values)
         if kind == "language_model":
             check_causal(config)
