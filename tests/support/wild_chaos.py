@@ -44,13 +44,13 @@ from motet.config import RunConfig
 from motet.data.service import workers
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience import launch_nodes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import join_training, run_agent, train_on_nodes
 from motet.resilience.store.embedded import StoreProcess
 from motet.resilience.store.etcd import EtcdAddress
 from motet.resilience.store.store import SECRET_VARIABLE
 from motet.resilience.succession import Succession
+from motet.runtime import launch
 from motet.runtime.checkpoint.folder import find_checkpoints
 from motet.runtime.launch import WorkerFailedError
 
@@ -200,7 +200,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         stack.enter_context(recorded(output))
         stack.enter_context(mock.patch.object(workers, "LARGE_BYTES", 1))
         # More threads would wait for each other in a busy loop: a joining node does not know who else is here.
-        stack.enter_context(mock.patch.object(launch_nodes, "available_cores", return_value=1))
+        stack.enter_context(mock.patch.object(launch, "available_cores", return_value=1))
         stack.enter_context(observed(Victim(trial.kills, board, STEPS - 1 if trial.waits else None)))
         started = time.monotonic()
         if trial.is_apart:
