@@ -23,7 +23,7 @@ def set_environment() -> None:
 
 
 def gives_threads() -> bool:
-    """Whether the user has said by OMP_NUM_THREADS how many threads torch takes. One thread under torchrun is not
-    counted: torchrun sets it where the user has not."""
-    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    return "OMP_NUM_THREADS" in os.environ and SHARES_CORES not in os.environ and not is_torchruns
+    """Whether the user has said by OMP_NUM_THREADS how many threads torch takes. One thread is not counted where
+    `set_environment` or torchrun has set it."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return threads is not None and not (threads == "1" and {SHARES_CORES, "TORCHELASTIC_RUN_ID"} & os.environ.keys())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sampling import in_campaigns
 
 import motet.runtime.launch as launching
-from motet.environment import set_environment
+from motet.environment import SHARES_CORES, set_environment
 from motet.errors import UserError
 from motet.runtime.launch import WorkerFailedError, check_world_size, launch
 
@@ -67,12 +67,16 @@ def test_no_port_is_open_to_other_machines() -> None:
         ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "run"}, None),
         # torchrun gives one thread itself.
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, 4),
+        # From a process of motet.
+        ({"OMP_NUM_THREADS": "1", SHARES_CORES: "1"}, 4),
+        ({"OMP_NUM_THREADS": "3", SHARES_CORES: "1"}, None),
     ],
 )
 def test_a_process_has_its_share_of_the_cores_unless_the_user_gives_threads(
     variables: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "TORCHELASTIC"))}
+    others = ("OMP", "TORCHELASTIC", SHARES_CORES)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     monkeypatch.setattr(os, "environ", environment | variables)
     set_environment()
     monkeypatch.setattr(launching, "available_cores", lambda: 8)

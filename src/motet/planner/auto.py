@@ -17,7 +17,8 @@ Then `auto` tries
 * the fastest few that do not fit, with parameters that their replicas share (`motet.planner.layouts.sharing`);
 * the best few with other context parallelism (`motet.planner.layouts.context_methods`) and under other schedules;
 * the best one, and the fastest that does not fit, with sequence parallelism;
-* the layouts with the least bounds under critical paths, and the best few with layers moved between groups;
+* the layouts with the lowest bounds, under the schedule `critical_path`, and the best few with layers moved between
+  groups;
 * the best one with encoders whose ranks take turns at the samples, in the place of tensor parallelism;
 * the best one under balanced assignments;
 * the best few with encoders that run ahead.
@@ -436,11 +437,14 @@ class _Search:
         if each.num_actions <= MAX_FOLLOWED_ACTIONS and self._critical_is_near():
             # What evens out the work may take a schedule its order, so some moves can be better than all.
             some = [step for number, step in enumerate(steps[:-1], start=1) if number in MOVES_BETWEEN]
-            plans = [layout_plan(each.problem, step, schedule=CRITICAL) for step in some]
-            self.add([evaluate(each.problem, plan) for plan in plans], "some layers moved")
+            for step in some:
+                with suppress(UserError):
+                    plan = layout_plan(each.problem, step, schedule=CRITICAL)
+                    self.add([evaluate(each.problem, plan)], "some layers moved")
         if steps:
-            found = evaluate(each.problem, layout_plan(each.problem, steps[-1], schedule=each.plan.schedule))
-            self.add([found, *_under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
+            with suppress(UserError):
+                found = evaluate(each.problem, layout_plan(each.problem, steps[-1], schedule=each.plan.schedule))
+                self.add([found, *_under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
 
     def _critical_is_near(self) -> bool:
         times_s = [e.iteration_time_s for e in self.evaluations if e.plan.schedule == CRITICAL]
@@ -617,10 +621,9 @@ def _saving_memory(problem: PlanningProblem) -> Iterator[PlanningProblem]:
             yield both.with_options(num_microbatches=number, dp_sizes=dp_sizes)
 
 
-def _content(plan: Plan) -> object:
-    """What two plans share that differ in their schedule and planner only."""
-    parts = {name: (module.replicas, module.sequence_parallel) for name, module in plan.modules.items()}
-    return str(sorted(parts.items())), plan.num_microbatches, plan.recompute, plan.zero1
+def _content(plan: Plan) -> int:
+    """What two plans share that differ in their schedule and planner only, as a hash."""
+    return hash(replace(plan, schedule="", planner="").to_json())
 
 
 def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

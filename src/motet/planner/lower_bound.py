@@ -546,7 +546,8 @@ def _work_of_some(problem: PlanningProblem, layers: _Layers) -> float:
 
 def _thresholds(values: Floats, firsts: Ints) -> list[float]:
     """The values of each module's first layers, and of layers evenly spread among all others."""
-    spread = np.unique(values)[np.linspace(0, len(np.unique(values)) - 1, NUM_SPREAD).astype(int)]
+    distinct = np.unique(values)
+    spread = distinct[np.linspace(0, len(distinct) - 1, NUM_SPREAD).astype(int)]
     thresholds: list[float] = np.unique([*values[firsts], *spread]).tolist()
     return thresholds
 

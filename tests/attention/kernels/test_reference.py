@@ -48,6 +48,11 @@ def test_attention_on_cpus_equals_float64(kind: str, value_width: int) -> None:
     torch.testing.assert_close(gradients, tuple(leaf.grad for leaf in leaves))
     assert torch.equal(saved[0][0, 0] == -torch.inf, ~visible.any(-1))
 
+    # Such tensors the operator itself would read wrongly.
+    strided = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in inputs]
+    torch.testing.assert_close(backend.forward(strided, mask, scale)[0], out)
+    torch.testing.assert_close(backend.backward(d_out, strided, out, saved, mask, scale), gradients)
+
     padded = MASKS[kind].padded(160)
     halves = [
         device_mask([padded], query_blocks=range(5), key_blocks=blocks, block=32) for blocks in ((0, 1, 4), (2, 3))

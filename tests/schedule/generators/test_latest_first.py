@@ -37,16 +37,16 @@ def test_what_is_read_comes_first_and_schedules_become_shorter(splits: bool) -> 
                 assert all(place[action] < place[reader] for reader in clock.tables.readers.get(value, ()))
         clock.run(most_urgent_first=order)
         gains.append(ended_s / clock.ended_s[0] - 1)
-    # Weight halves fill idle times anyway, so there is little left to gain.
-    assert splits or max(gains) > 0.05, gains
-    assert splits or sum(gains) > 0, gains
+    if splits:  # Weight halves fill idle times anyway, so there is little left to gain.
+        assert sum(gains) > -0.05, gains
+    else:
+        assert max(gains) > 0.05, gains
+        assert sum(gains) > 0, gains
 
 
-def test_equally_long_stages_in_a_row_stay_as_they_are() -> None:
-    """A schedule without any bubble that could be filled."""
-    routes = routes_of(chain(1, 4))
-    clock = clock_of(routes, [1.0])
+def test_equally_long_stages_in_a_row_do_not_end_later() -> None:
+    clock = clock_of(routes_of(chain(4, 6)), [1.0] * 4)
     clock.run(Policy(1.0, -0.3))
-    ended_s = clock.ended_s
+    ended_s = clock.ended_s[0]
     clock.run(most_urgent_first=LatestFirst(clock).by_latest_start(clock.ends_s))
-    assert clock.ended_s == ended_s
+    assert clock.ended_s[0] <= ended_s

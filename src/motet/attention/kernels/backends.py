@@ -7,7 +7,7 @@ A backend is a forward and a backward of its own, because context parallelism
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -172,7 +172,7 @@ class _Recomputing(ABC):
 
 
 class DenseBackend(_Recomputing):
-    """Dense attention where it is asked for on a GPU. Limits: matrices of queries x keys."""
+    """Dense attention on GPUs, on request. Limits: matrices of queries x keys."""
 
     def attend(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> Tensor:
         return dense_attention(*inputs, mask, scale)
@@ -217,15 +217,20 @@ def _finite(log_sums: Tensor) -> Tensor:
 
 
 class CpuBackend:
-    """Torch's flash attention for CPUs, of which torch gives no log-sum-exps under a public name.
+    """Torch's flash attention for CPUs. It calls the private operators, since the public function does not return
+    log-sum-exps.
 
-    Limits: a mask of queries x keys; it computes all pairs."""
+    Limits: a matrix of queries x keys for each mask; all pairs are computed."""
+
+    def __init__(self) -> None:
+        self._biases: dict[tuple[DeviceMask, torch.dtype], tuple[Tensor, Tensor]] = {}
+        """Layers, heads and passes of a microbatch share them."""
 
     def forward(self, inputs: QueryKeyValue, mask: DeviceMask, scale: float) -> tuple[Tensor, Saved]:
         query, key, value = inputs
         if not query.numel() or not key.numel():
             return query.new_zeros((*query.shape[:3], value.shape[3])), (query.new_full(query.shape[:3], -math.inf),)
-        bias, sees_none = _bias(mask, query.dtype)
+        bias, sees_none = self._bias(mask, query.dtype)
         out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *_of_one_width(inputs), attn_mask=bias, scale=scale
         )
@@ -248,7 +253,7 @@ class CpuBackend:
             log_sums,
             0.0,
             False,
-            attn_mask=_bias(mask, query.dtype)[0],
+            attn_mask=self._bias(mask, query.dtype)[0],
             scale=scale,
         )
         return d_query[..., : query.shape[3]], d_key[..., : key.shape[3]], d_value[..., : value.shape[3]]
@@ -264,13 +269,12 @@ class CpuBackend:
         dtype = inputs[0].dtype
         return self.backward(d_out.to(dtype), inputs, out.to(dtype), (log_sums,), mask, scale)
 
-
-@lru_cache(maxsize=4)
-def _bias(mask: DeviceMask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns what a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]. Layers and
-    passes of a microbatch share them."""
-    bias = torch.where(mask.dense(), 0.0, -math.inf).to(dtype)[:, None]
-    return bias, bias.amax(-1) == -math.inf
+    def _bias(self, mask: DeviceMask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns what a mask adds to the scores, [B, 1, Q, K], and the queries that see no key, [B, 1, Q]."""
+        if (mask, dtype) not in self._biases:
+            bias = torch.where(mask.dense(), 0.0, -math.inf).to(dtype)[:, None]
+            self._biases[mask, dtype] = bias, bias.amax(-1) == -math.inf
+        return self._biases[mask, dtype]
 
 
 def _at_least_float32(inputs: QueryKeyValue) -> QueryKeyValue:
@@ -286,7 +290,10 @@ def _of_one_width(inputs: QueryKeyValue) -> QueryKeyValue:
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
-    return tensor if tensor.shape[3] >= width else pad(tensor, (0, width - tensor.shape[3]))
+    """At least so wide, and contiguous in its last dimension: the operators read other tensors wrongly."""
+    if tensor.shape[3] < width:
+        tensor = pad(tensor, (0, width - tensor.shape[3]))
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 class FlexBackend(_Recomputing):
