@@ -214,7 +214,7 @@ def _leave(target: Tensor, values: Tensor, *, is_async: bool) -> None:
     with _lock:
         _num_issued += 1
         _pending.append((_num_issued, target, values.clone()))
-    target.fill_(float("nan") if target.is_floating_point() else -77 if target.dtype.is_signed else 77)
+        target.fill_(float("nan") if target.is_floating_point() else -77 if target.dtype.is_signed else 77)
 
 
 def _last_into(tensor: Tensor) -> int:

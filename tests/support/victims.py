@@ -26,13 +26,11 @@ from motet.parallel.tensor.tensor_plans import local_ranges
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION, MembershipNotice
 from motet.resilience.recover import TrainingProcess
-from motet.runtime.bound_program import BoundCompute
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.communication.gradient_reduction import GradientReducer
 from motet.runtime.executor import Executor
 from motet.runtime.training.optimizer import Optimizer
 from motet.runtime.training.trainer import Trainer
-from motet.schedule.action import Kind
 
 MOST_SHARDS = 2
 """Of tensor parallelism in these trials."""
@@ -214,9 +212,6 @@ def observed(victim: Victim) -> Iterator[None]:
 
         return mock.patch.object(owner, name, wrapped)
 
-    def of_step(_: Executor, step: BoundCompute) -> str:
-        return "forward" if step.action.kind is Kind.FORWARD else "backward"
-
     def of_trainer(trainer: Trainer, *_: object) -> str:
         victim.finished_steps = trainer.finished_steps
         if trainer.finished_steps == victim.last_step:
@@ -243,7 +238,9 @@ def observed(victim: Victim) -> Iterator[None]:
         return trainer
 
     with (
-        before(Executor, "_compute", of_step),
+        before(Executor, "_forward", lambda *_: "forward"),
+        before(Executor, "_backward", lambda *_: "backward"),
+        before(Executor, "_weight_half", lambda *_: "backward"),
         before(GradientReducer, "start", lambda *_: "reduction"),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),

@@ -273,7 +273,8 @@ class Engine:
         `following`: the batch of the next iteration, if it is known; encoders run ahead of it, if the plan says so.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         with self.executor.deadline.guarded():
-            return self.finish(self._start(batch, forward_only, seed, following), forward_only=forward_only)
+            started = self.start(batch, forward_only=forward_only, seed=seed, following=following)
+            return self.finish(started, forward_only=forward_only)
 
     def finish(self, started: StartedIteration, *, forward_only: bool = False) -> IterationResult:
         """Waits for the results of an iteration."""
@@ -300,74 +301,69 @@ class Engine:
     ) -> StartedIteration:
         """As `run`, without waiting for a device that computes beside the host."""
         with self.executor.deadline.guarded():
-            return self._start(batch, forward_only, seed, following)
-
-    def _start(
-        self, batch: Batch, forward_only: bool, seed: tuple[int, ...] | None, following: NextBatch | None
-    ) -> StartedIteration:
-        if not self.plan.run_ahead or forward_only:
-            following = None
-        ahead = NO_RUN_AHEAD if forward_only else self._run_ahead(batch.samples, seed, following)
-        self._prepare_attention(batch.samples, self._routes(batch.samples, forward_only=forward_only)[0])
-        joined = batch
-        if following is not None:
-            next_samples = following.batch.samples
-            self._prepare_attention(next_samples, self._routes(next_samples, forward_only=False)[0])
-            joined = JoinedBatch(batch, following.batch)
-        routes, form, cut = self._routes(batch.samples, forward_only=forward_only, ahead=ahead)
-        program = self._local_program(routes, form, joined.samples)
-        losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
-        tokens = {
-            name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
-            for name, module in losses.items()
-        }
-        self.gradients_are_complete = False
-        self.router_corrections.begin()
-        next_seed = None if following is None else following.seed
-        if self._copies is None:
-            self.executor.run(program, routes, joined, tokens, seed, next_seed)
-        else:
-            known = self._copied_ahead if ahead.ran_before else None
-            copied = self._to_device(batch) if known is None else known
-            both: Batch = copied
+            if not self.plan.run_ahead or forward_only:
+                following = None
+            ahead = NO_RUN_AHEAD if forward_only else self._run_ahead(batch.samples, seed, following)
+            self._prepare_attention(batch.samples, self._routes(batch.samples, forward_only=forward_only)[0])
+            joined = batch
             if following is not None:
-                self._copied_ahead = self._to_device(following.batch)
-                both = JoinedBatch(copied, self._copied_ahead)
-            self.executor.run(program, routes, both, tokens, seed, next_seed)
-            copied.release()
-        if not forward_only:
-            self._ran_ahead = None if following is None else (following.batch.samples, following.seed)
-        # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
-        peaks = [0.0] * dist.get_world_size()
-        peaks[dist.get_rank()] = self._peak_memory_bytes()
-        totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut, *peaks], dtype=torch.float64)
-        totals = to_device(totals, self.device)
-        for (name, _, _), runner in self.executor.runners.items():
-            if name in losses and runner.reports_loss(self.model.mesh.rank):
-                totals[list(losses).index(name)] += runner.loss_sum
-        if not forward_only:
-            reached = self.model.reached() if self._trained else set()
-            with self.executor.doing("the sums inside tensor-parallel groups"):
-                self.model.finish_gradients()
-            if self._trained:
-                self._forget_unreached(reached)
-            self.router_corrections.sum_counts(self.executor, self.device)
-            totals[len(losses)] = to_device(self.model.counted_squared_norm(), self.device)
-            self.gradients_are_complete = self.was_aborted is None
-        self.executor.sum_over_ranks(totals, "of losses")
+                next_samples = following.batch.samples
+                self._prepare_attention(next_samples, self._routes(next_samples, forward_only=False)[0])
+                joined = JoinedBatch(batch, following.batch)
+            routes, form, cut = self._routes(batch.samples, forward_only=forward_only, ahead=ahead)
+            program = self._local_program(routes, form, joined.samples)
+            losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
+            tokens = {
+                name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
+                for name, module in losses.items()
+            }
+            self.gradients_are_complete = False
+            self.router_corrections.begin()
+            next_seed = None if following is None else following.seed
+            if self._copies is None:
+                self.executor.run(program, routes, joined, tokens, seed, next_seed)
+            else:
+                known = self._copied_ahead if ahead.ran_before else None
+                copied = self._to_device(batch) if known is None else known
+                both: Batch = copied
+                if following is not None:
+                    self._copied_ahead = self._to_device(following.batch)
+                    both = JoinedBatch(copied, self._copied_ahead)
+                self.executor.run(program, routes, both, tokens, seed, next_seed)
+                copied.release()
+            if not forward_only:
+                self._ran_ahead = None if following is None else (following.batch.samples, following.seed)
+            # Losses, squared norm, ranks that want to pause, digests, peak memory of each rank.
+            peaks = [0.0] * dist.get_world_size()
+            peaks[dist.get_rank()] = self._peak_memory_bytes()
+            totals = torch.tensor([0.0] * (len(losses) + 1) + [self.wants_pause(), cut, *peaks], dtype=torch.float64)
+            totals = to_device(totals, self.device)
+            for (name, _, _), runner in self.executor.runners.items():
+                if name in losses and runner.reports_loss(self.model.mesh.rank):
+                    totals[list(losses).index(name)] += runner.loss_sum
+            if not forward_only:
+                reached = self.model.reached() if self._trained else set()
+                with self.executor.doing("the sums inside tensor-parallel groups"):
+                    self.model.finish_gradients()
+                if self._trained:
+                    self._forget_unreached(reached)
+                self.router_corrections.sum_counts(self.executor, self.device)
+                totals[len(losses)] = to_device(self.model.counted_squared_norm(), self.device)
+                self.gradients_are_complete = self.was_aborted is None
+            self.executor.sum_over_ranks(totals, "of losses")
 
-        def result(values: list[float]) -> IterationResult:
-            of_losses, (norm, wish, digests, *peaks) = values[: len(losses)], values[len(losses) :]
-            if digests != cut * len(peaks):
-                raise StepFailedError(
-                    f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
-                    "do all processes read the same costs, data and version of motet?"
-                )
-            sums = dict(zip(losses, of_losses, strict=True))
-            loss, memory = self.weighted_loss(sums, tokens), tuple(map(int, peaks))
-            return IterationResult(loss, sums, tokens, norm**0.5, wish > 0, memory)
+            def result(values: list[float]) -> IterationResult:
+                of_losses, (norm, wish, digests, *peaks) = values[: len(losses)], values[len(losses) :]
+                if digests != cut * len(peaks):
+                    raise StepFailedError(
+                        f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
+                        "do all processes read the same costs, data and version of motet?"
+                    )
+                sums = dict(zip(losses, of_losses, strict=True))
+                loss, memory = self.weighted_loss(sums, tokens), tuple(map(int, peaks))
+                return IterationResult(loss, sums, tokens, norm**0.5, wish > 0, memory)
 
-        return StartedIteration(totals, len(losses), routes, joined.samples, self.executor.recorder, result)
+            return StartedIteration(totals, len(losses), routes, joined.samples, self.executor.recorder, result)
 
     def _run_ahead(
         self, samples: Sequence[Sample], seed: tuple[int, ...] | None, following: NextBatch | None

@@ -98,11 +98,15 @@ class Executor:
                 self._doing = step
                 if isinstance(step, BoundMessage):
                     self._exchange(step)
-                elif isinstance(step, BoundCompute):
-                    self._compute(step)
-                else:
+                elif not isinstance(step, BoundCompute):
                     if not self.reducers[step].is_late:
                         self.reducers[step].start()
+                elif step.action.kind is Kind.FORWARD:
+                    self._forward(step)
+                elif step.action.kind is Kind.WEIGHT:
+                    self._weight_half(step)
+                else:
+                    self._backward(step)
         self._doing = None
         with self.doing("the end of the iteration"):
             self._mailbox.finish()
@@ -113,15 +117,6 @@ class Executor:
                     reducer.start()
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self.deadline, reduce)
-
-    def _compute(self, bound: BoundCompute) -> None:
-        kind = bound.action.kind
-        if kind is Kind.FORWARD:
-            self._forward(bound)
-        elif kind is Kind.WEIGHT:
-            self._weight_half(bound)
-        else:
-            self._backward(bound)
 
     def _forward(self, bound: BoundCompute) -> None:
         action, runner = bound.action, bound.runner
