@@ -79,6 +79,18 @@ def test_two_stages() -> None:
     compare(config_of(layout({}, {}), parallel__num_microbatches=4))
 
 
+def test_bfloat16_with_two_owners_takes_12_bytes_a_parameter() -> None:
+    """2 for the weight, 4 for its main gradient, and half of 12 for the master and two moments."""
+    both = {"dp": 2}
+    config = config_of(layout(both, both), train__dtype="bfloat16", parallel__zero1=True)
+    batch = read_batch(config)
+    plan = plan_for(config, planning_problem(config, batch.samples))
+    held = run_distributed(lambda rank: bytes_by_kind(config, plan, batch), plan.num_ranks, timeout=200)
+    for of_rank in held:
+        num_parameters = of_rank["weights"] / 2
+        assert of_rank["weights"] + of_rank["gradients"] + of_rank["moments"] <= 12.1 * num_parameters
+
+
 def draw(seed: int) -> RunConfig:
     rng = random.Random(seed)
     dp = rng.choice([1, 1, 2])
