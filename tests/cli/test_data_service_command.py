@@ -130,7 +130,7 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
         if line.startswith("serving 64 train and 16 held-out samples on grpc://127.0.0.1:"):
             break
     os.kill(command.pid, signal.SIGTERM)
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=300)
     report = json.loads(out)
     assert command.returncode == 0
     assert report["tickets"] == report["refused"] == 0

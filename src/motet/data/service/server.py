@@ -12,10 +12,10 @@ ahead, because the order depends on the plan, which servers need not know. No RD
 import json
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -29,6 +29,8 @@ from motet.errors import UserError
 SCHEMA = pa.schema([("data", pa.large_binary())])
 DESCRIBE = "describe"
 """The action that returns the facts of the server."""
+POLL_S = 0.5
+"""Longest time from a signal to the server's end, calls that are being answered apart."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,14 @@ class DataServer(flight.FlightServerBase):
         """Serves until SIGINT or SIGTERM. Returns a report of the work done.
 
         `announce`: called as soon as signals are handled."""
-        # An event's lock may be held by the very thread that a signal interrupts; a simple queue's `put` is reentrant.
-        told_to_end: SimpleQueue[int] = SimpleQueue()
+        signals: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: told_to_end.put(number))
+            signal.signal(number, lambda number, _: signals.append(number))
         announce()
-        told_to_end.get()  # Flight's own `wait` does not return on signals.
+        # A wait without an end would last forever if the signal came just before the operating system's part of it
+        # began; Flight's own `wait` does not return on signals.
+        while not signals:
+            time.sleep(POLL_S)
         self.shutdown()
         self.workers.close()
         return self.report()
