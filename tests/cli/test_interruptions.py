@@ -47,7 +47,7 @@ def end(process: subprocess.Popen[str], workers: list[int]) -> str:
     deadline = time.monotonic() + 60
     assert process.stderr is not None
     said = process.stderr.read()
-    process.wait(timeout=60)
+    process.wait(timeout=300)
     while any(is_alive(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)

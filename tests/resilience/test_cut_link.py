@@ -49,7 +49,7 @@ def cutting(trial: Trial, board: Board, hosts: Hosts) -> Iterator[None]:
     cutter.start()
     yield
     if board.is_fired(len(trial.kills) - 1):
-        cutter.join(timeout=60)
+        cutter.join(timeout=300)
         assert cutter.exitcode == 0, "the cable was not cut"
     cutter.kill()
     cutter.join()
