@@ -315,18 +315,24 @@ def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayou
 
 
 def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """[sum of T]: each token predicts the next of its own sample."""
-    none = features[0]["labels"].new_full((1,), IGNORED_LABEL)
-    return torch.cat([part for f in features for part in (f["labels"][1:], none)])
+    """[sum of T], on the host: each token predicts the next of its own sample."""
+    parts = [part for f in features for part in (f["labels"].cpu().numpy()[1:], _NO_LABEL)]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+_NO_LABEL = np.array([IGNORED_LABEL])
 
 
 def labelled(labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the indices in the flattened [rows * columns] of the tokens with a label, and the labels.
 
+    Computed by numpy: of narrow models torch's calls would take a noticeable part of a microbatch's time.
+
     Args:
-        labels: [T], what each token is to predict.
-        places: [T], where each token stands; None: one stands everywhere.
+        labels: [T] on the host, what each token is to predict.
+        places: [T] on the host, where each token stands; None: one stands everywhere.
     """
-    counted = (labels != IGNORED_LABEL).nonzero().squeeze(1)
-    rows = counted if places is None else to_device(places, labels.device).index_select(0, counted)
-    return rows, labels.index_select(0, counted)
+    of_tokens = labels.numpy()
+    counted = np.flatnonzero(of_tokens != IGNORED_LABEL)
+    rows = counted if places is None else places.numpy()[counted]
+    return torch.from_numpy(rows), torch.from_numpy(of_tokens[counted])
