@@ -65,7 +65,7 @@ def report_evaluation(
 
 
 def _after_a_failure(module: ModulePlan, problem: PlanningProblem) -> str:
-    """What follows the loss of a rank that holds a share of the module's parameters."""
+    """The consequence of losing a rank that holds a share of the module's parameters."""
     has_other_holders = len(module.replicas) > module.sharded_replicas
     if problem.survives_losses and has_other_holders:
         return "training goes on with the shares that other replicas hold"
