@@ -52,6 +52,7 @@ def walk(request: ShapeRequest) -> ShapeCard:
     """Builds the module on the meta device and reads its shape. Raises `UserError` if it cannot be built or run."""
     config = configuration_of(request)
     role = request.role or role_of(config)
+    assert role != "composite"
     config._experts_implementation = None  # The usual one: loops over experts ask which tokens are whose.
     model_class = class_with_role(config, role)
     reasons: list[str] = []
