@@ -20,16 +20,18 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
+from motet.planner.auto import _Search
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan
 from motet.planner.layouts.own_layouts import chains
 from motet.planner.lower_bound import _Crowd, _in_windows, _Layers, problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
-from motet.planner.registry import make_plan
+from motet.planner.registry import choose, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 from motet.shapes.module_shape import with_projector
 from motet.simulator.lower_bound import Job, preemptive_time_s
+from papers.cornstarch.problems import problem as cornstarch_problem
 from papers.entrain.problems import problem as entrain_problem
 
 
@@ -216,6 +218,36 @@ def test_what_begins_late_bounds_the_iteration_by_itself(monkeypatch):
     for term in ("_work_of_some", "_in_windows"):
         monkeypatch.setattr(f"motet.planner.lower_bound.{term}", lambda problem, layers, from_s, to_s: from_s)
     assert bound > 1.01 * problem_lower_bound_s(problem, num_replicas=numbers)
+
+
+@pytest.mark.parametrize("model", ["VLM-S", *in_campaigns(["ALM-M", "VALM-SS", "VALM-LM"])])
+def test_no_plan_of_a_search_is_faster_than_the_bound_for_its_sizes(monkeypatch, model):
+    """The named planners' plans, and all that `auto` simulates."""
+    found = []
+    add = _Search.add
+    monkeypatch.setattr(_Search, "add", lambda search, each, what: add(search, kept(each, found), what))
+    problem = cornstarch_problem(model, llm="S")
+    choose(problem)
+    table = problem.table
+    cut = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
+    with_sequences = problem.with_options(table=replace(table, modules=cut))
+    for evaluation in found:
+        modules = evaluation.plan.modules
+        stages = {name: [s for r in module.replicas for s in r.stages] for name, module in modules.items()}
+        bound = problem_lower_bound_s(
+            with_sequences if any(module.sequence_parallel for module in modules.values()) else problem,
+            num_replicas={name: [len(module.replicas)] for name, module in modules.items()},
+            tp={name: {stage.tp_size for stage in own} for name, own in stages.items()},
+            cp={name: {stage.cp_size for stage in own} for name, own in stages.items()},
+            mixed=any(len({stage.tp_size for stage in own}) > 1 for own in stages.values()),
+        )
+        assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"{evaluation.plan}"
+    assert len(found) > 20
+
+
+def kept(evaluations, found):
+    found.extend(evaluations := list(evaluations))
+    return evaluations
 
 
 def draw_mixed_layout(rng, problem):

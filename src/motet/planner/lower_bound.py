@@ -618,8 +618,8 @@ def _in_windows(problem: PlanningProblem, layers: _Layers, from_s: float, to_s: 
 
 
 def _windows(problem: PlanningProblem, layers: _Layers, some: Bools) -> Iterator[_Windows]:
-    """The windows of the ranks' first layers, where layers are ordered by their heads, or of their last ones, ordered by
-    their tails. What computes weight gradients needs no window before the tail."""
+    """The windows of the ranks' first layers, where layers are ordered by their heads, or of their last ones, where
+    they are ordered by their tails. What computes weight gradients needs no window before the tail."""
     if not some.any():
         return
     head_s, tail_s, num_holders = layers.head_s[some], layers.tail_s[some], layers.num_holders[some]
