@@ -627,7 +627,7 @@ def _windows(problem: PlanningProblem, layers: _Layers, some: Bools) -> Iterator
     nothing_s = np.zeros(len(tail_s))
     for item_s, after_s in ((work_s - weight_s, tail_s), *([(work_s, nothing_s)] if weight_s.any() else [])):
         unit_s = _units(item_s)
-        num_units = num_holders @ np.floor(item_s[:, None] / unit_s)
+        num_units = num_holders.astype(float) @ np.floor(item_s[:, None] / unit_s)
         for first_s, second_s in ((head_s, after_s), (after_s, head_s)):
             order = np.argsort(first_s, kind="stable")
             # A rank's other layers come later in this order, so their second value is at least the least of those.
