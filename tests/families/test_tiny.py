@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
+from motet.errors import UserError
 from motet.families.tiny import NUM_LAYERS, THRESHOLD, perturb, tiny_config
 
 
@@ -44,6 +45,11 @@ def test_multipliers_leave_one_and_lengths_scale_early() -> None:
     assert tiny.rope_parameters["original_max_position_embeddings"] == THRESHOLD
     head_dim = tiny.hidden_size // tiny.num_attention_heads
     assert len(tiny.rope_parameters["long_factor"]) == head_dim // 2
+
+
+def test_a_class_that_refuses_tiny_sizes_is_named_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"^dots3_note\w*: no tiny model .* adapter_in_dim must match hidden_size\)$"):
+        tiny_config(CONFIG_MAPPING["dots3_note"]())
 
 
 def test_perturbed_weights_are_not_neutral() -> None:

@@ -141,10 +141,9 @@ def test_a_model_of_which_nothing_can_be_cut_is_refused() -> None:
 
 def outcome(model_type: str, rank: int, *, sequence_parallel: bool = False) -> str:
     """ "equal", "different: where", or why the type does not run cut over two ranks."""
-    config = tiny_config(CONFIG_MAPPING[model_type]())
 
     def build() -> nn.Module:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).double()
+        model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type]())).double()
         perturb(model)
         remove_dropout(model)
         return model.eval()

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from motet.errors import UserError, one_line
+
 NUM_LAYERS = 4
 WIDTH, NUM_HEADS, HEAD_DIM = 64, 4, 16
 WINDOW, THRESHOLD, MOST_POSITIONS = 8, 16, 64
@@ -87,8 +89,13 @@ def tiny_config(config: PretrainedConfig, *, media: bool = False) -> PretrainedC
     """The tiny configuration, of the same class. Configurations that differ in size only have the same one.
 
     `media`: of a model of several modalities, or a part of one: sizes of images and sounds become small too, and
-    placeholders fit in the vocabulary."""
-    tiny = type(config)(**_shrunk(config, media))
+    placeholders fit in the vocabulary. Raises `UserError` if the class refuses the tiny sizes."""
+    values = _shrunk(config, media)
+    try:
+        tiny = type(config)(**values)
+    except Exception as error:  # Whatever its checks raise.
+        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        raise UserError(f"{config.model_type}: no tiny model of it can be built to probe it ({reason})") from None
     for part in _parts(tiny):
         # Kernels for experts do not compute in float64.
         part._experts_implementation = "eager"
