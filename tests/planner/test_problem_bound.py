@@ -13,11 +13,12 @@ from brute_force import best_time_s
 from sampling import in_campaigns
 from small_problem import small_problem, with_memory
 
+from motet.assignment.sample import Sample, Segment
 from motet.balancing.policies import ASSIGNMENTS
 from motet.cluster import LINKS
 from motet.cluster.rank_placement import replicas_side_by_side
 from motet.costs.analytic import analytic_table
-from motet.costs.cost_model import LinkCost
+from motet.costs.cost_model import LinkCost, Quadratic
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
 from motet.planner.auto import _Search
@@ -462,6 +463,37 @@ def test_no_assignment_undercuts_the_bound(assignment: str) -> None:
         assert plan.assignment == assignment
         bound_s = problem_lower_bound_s(one, num_replicas=dict.fromkeys(one.modules, (degrees.dp,)))
         assert bound_s <= evaluate(one, plan).iteration_time_s
+
+
+def test_replicas_that_are_dealt_unequal_samples_may_have_fewer_actions():
+    """Two encoders for one language model: of a microbatch of two small images, one encoder gets both."""
+    problem = tiny_problem(Random(0), num_devices=2, num_microbatches=4)
+    table = replace(problem.table, message=FREE, all_reduce=FREE)
+    encoders = {
+        tp: replace(costs, layers=tuple(replace(each, forward_without_graph=Quadratic(1.0)) for each in costs.layers))
+        for tp, costs in table.modules["vision"].items()
+    }
+    samples = [
+        Sample(
+            str(i),
+            {
+                "vision": (Segment(size, grid=(1, size)),),
+                "language_model": (Segment(size, source="vision"), Segment(4)),
+            },
+            {"language_model": 2},
+        )
+        for i, size in enumerate((20, 16, 3, 3, 16, 16, 1, 1))
+    ]
+    modules = {name: replace(module, trainable=()) for name, module in problem.modules.items()}
+    table = replace(table, modules={**table.modules, "vision": encoders})
+    problem = replace(problem, modules=modules, samples=tuple(samples), table=table)
+    chunks = tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in modules.items())
+    layout = Layout(planner="all", chunks=chunks, group_sizes=(2,), split=frozenset({"vision"}))
+    evaluation = evaluate(problem, layout_plan(problem, layout))
+    actions = [cell for cell in evaluation.program.dependencies.routes.cells if cell.module == "vision"]
+    assert len(actions) == 6 < len(samples)
+    numbers = {"vision": (2,), "language_model": (1,)}
+    assert problem_lower_bound_s(problem, num_replicas=numbers) <= evaluation.iteration_time_s
 
 
 def test_the_bound_knows_measured_gathers():

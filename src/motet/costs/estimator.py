@@ -243,7 +243,9 @@ class Estimator:
         replica has a share of the batch to itself; if that is cut evenly, the result is exact."""
         is_known = alone and self.cuts_evenly
         num_samples = len(self.samples)
-        largest = -(-num_samples // (self.num_microbatches * dp)) if self.cuts_evenly else num_samples
+        # Samples of unequal load may be dealt to one of the replicas that have a share's microbatch together.
+        num_parts = self.num_microbatches * (1 if any(self.sample_kinds) else dp)
+        largest = -(-num_samples // num_parts) if self.cuts_evenly else num_samples
 
         def work() -> list[Work]:
             loads = self.microbatch_loads(name, dp, packed=cp > 1) if is_known else self.single_sample_loads(name)
