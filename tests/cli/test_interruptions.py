@@ -43,11 +43,11 @@ def is_alive(pid: int) -> bool:
 
 
 def end(process: subprocess.Popen[str], workers: list[int]) -> str:
-    """What the run says while it ends. It may take 10 s; here 60, because others may be using the machine."""
-    deadline = time.monotonic() + 60
+    """What the run says while it ends. Limits are long, because others may be using the machine."""
     assert process.stderr is not None
     said = process.stderr.read()
     process.wait(timeout=300)
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -341,16 +341,6 @@ def test_ranks_that_a_single_microbatch_cannot_occupy_wait():
     )
 
 
-def test_pigeonholes_tell_of_one_layer_too_many():
-    """33 equal blocks on 32 devices: some device has two."""
-    problem = small_problem(num_devices=8, encoders=(), frozen=(), num_microbatches=64)
-    problem = replace(problem, samples=(small.sample(0, image=False, sound=False, words=400),) * 64)
-    times = problem.estimator.layer_seconds("language_model")
-    assert problem_lower_bound_s(problem) >= 64 * (times[0] + times[-1] + min(times[1:-1]) - max(times)) > 0
-    nine = replace(problem, cluster=replace(problem.cluster, num_devices=9))
-    assert problem_lower_bound_s(nine) <= problem_lower_bound_s(problem)
-
-
 def test_ranks_that_have_a_layer_more_than_others_cannot_all_have_the_first_ones(monkeypatch):
     """Four blocks of a frozen language model on three devices, behind an encoder: one has two, and none begins at 0."""
     problem = tiny_problem(Random(0), num_devices=3, num_microbatches=4, shapes=(1, 4))

@@ -12,16 +12,16 @@ from motet.report.plan_report import report_evaluation, report_text
 OVER_REPLICAS = Degrees(dp=2, fully_sharded=True, sharded_replicas=2)
 IN_STAGES = Degrees(dp=2, cp=2, fully_sharded=True, context=ContextOptions(block_size=16))
 ONE_HOLDER = Degrees(cp=2, fully_sharded=True, context=ContextOptions(block_size=16))
-GOES_ON = "the ranks of each stage share parameters by rows; after a failure training goes on with the shares that"
+IN_STAGE = "the ranks of each stage share parameters, each whole on one rank; after a failure training"
 
 
 @pytest.mark.parametrize(
     ("degrees", "survives", "text"),
     [
         (OVER_REPLICAS, False, "2 replicas share parameters by rows; after a failure training restarts from the"),
-        (IN_STAGES, True, GOES_ON),
-        (IN_STAGES, False, "the ranks of each stage share parameters by rows; after a failure training restarts"),
-        (ONE_HOLDER, True, "the ranks of each stage share parameters by rows; after a failure training restarts"),
+        (IN_STAGES, True, f"{IN_STAGE} goes on with the shares that other replicas hold"),
+        (IN_STAGES, False, f"{IN_STAGE} restarts from the checkpoint"),
+        (ONE_HOLDER, True, f"{IN_STAGE} restarts from the checkpoint"),
         (Degrees(dp=2), True, None),
     ],
 )

@@ -191,8 +191,8 @@ def test_no_process_outlives_the_launcher(number: signal.Signals, tmp_path: Path
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(3)]
     launcher.send_signal(number)
-    started = time.monotonic()
     launcher.wait(timeout=300)
+    started = time.monotonic()
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() - started < 60
         time.sleep(0.05)

@@ -35,7 +35,7 @@ UNBUILDABLE = (
 def configuration_of(request: ShapeRequest) -> PretrainedConfig:
     """The configuration of the module that is asked for, which may be stored in a model of several parts.
 
-    Raises `UserError`, to whose message belongs the module's key before it."""
+    Raises `UserError`; callers put the module's key before its message."""
     values, role = dict(request.values), request.role
     assert role != "composite"
     try:

@@ -582,7 +582,7 @@ class _Windows(NamedTuple):
     """Units of work, and the ranks' windows that must have room for them; both for several sizes of a unit."""
 
     waiting_s: Floats
-    """What each kind of window is shorter than the iteration."""
+    """How much shorter each kind of window is than the iteration."""
     num_windows: Ints
     """Number of windows of each kind."""
     unit_s: Floats

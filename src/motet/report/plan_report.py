@@ -90,8 +90,10 @@ def _by_module(values: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int
     return result
 
 
-def _sharers(num_replicas: int) -> str:
-    return f"{num_replicas} replicas" if num_replicas > 1 else "the ranks of each stage"
+def _sharing_text(num_replicas: int) -> str:
+    if num_replicas > 1:
+        return f"{num_replicas} replicas share parameters by rows"
+    return "the ranks of each stage share parameters, each whole on one rank"
 
 
 def _run_ahead_text(values: Mapping[str, Any]) -> str:
@@ -258,7 +260,7 @@ def report_text(values: Mapping[str, Any]) -> str:
             "MiB of a device beside the peak above (computed from NCCL's usual buffers)"
         )
     lines += [
-        f"{name}: {_sharers(module['replicas'])} share parameters by rows; after a failure {module['after_a_failure']}"
+        f"{name}: {_sharing_text(module['replicas'])}; after a failure {module['after_a_failure']}"
         for name, module in values["sharing"].items()
     ]
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]

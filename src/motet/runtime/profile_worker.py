@@ -44,15 +44,15 @@ def profile_in_processes(
         num_devices: on which processes run at the same time.
     """
     names = list(read_graph(config).names)
-    modules_shared: dict[tuple[Sharing, ContextOptions], list[str]] = {(Sharing(), ContextOptions()): names}
+    modules_shared: dict[Sharing, tuple[ContextOptions, list[str]]] = {Sharing(): (ContextOptions(), names)}
     for name, given in degrees:
         alone = Sharing(given.tp)
         groups = [(alone, ContextOptions())]
         sharing = Sharing.of(given.tp, given.cp, given.context, given.ep)
         if sharing != alone and sharing.num_ranks <= num_devices:
             groups.append((sharing, given.context))
-        for group in groups:
-            measured = modules_shared.setdefault(group, [])
+        for group, context in groups:
+            _, measured = modules_shared.setdefault(group, (context, []))
             if name not in measured:
                 measured.append(name)
     usual = options or ProfileOptions(
@@ -69,7 +69,7 @@ def profile_in_processes(
             num_processes=max(1, num_devices // sharing.num_ranks) * sharing.num_ranks,
             device=config.cluster.device,
         )
-        for (sharing, context), names in sorted(modules_shared.items(), key=lambda item: item[0][0])
+        for sharing, (context, names) in sorted(modules_shared.items(), key=lambda item: item[0])
     ]
     return first.with_costs_of(others)
 

@@ -29,6 +29,8 @@ from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
 from motet.plan import LayerRange
 
+_NO_LABEL = np.array([IGNORED_LABEL])
+
 
 @dataclass(frozen=True)
 class SequenceLayout:
@@ -318,9 +320,6 @@ def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """[sum of T], on the host: each token predicts the next of its own sample."""
     parts = [part for f in features for part in (f["labels"].cpu().numpy()[1:], _NO_LABEL)]
     return torch.from_numpy(np.concatenate(parts))
-
-
-_NO_LABEL = np.array([IGNORED_LABEL])
 
 
 def labelled(labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:

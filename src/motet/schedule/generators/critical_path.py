@@ -8,7 +8,8 @@ which messages take no time, each is improved (`latest_first`), and the shortest
 microbatch without an input gradient has its whole backward deferred.
 
 Limits: no proof of any kind. Forwards may run far ahead, as far as the memory allows: activations of many microbatches
-are held. Of large problems fewer policies are tried (`MAX_TRIED`).
+are held. Fewer policies are tried for large problems (`MAX_TRIED`), and where several in a row gain nothing
+(`MAX_IDLE_POLICIES`).
 """
 
 from collections.abc import Iterator
@@ -36,8 +37,8 @@ PER_POLICY = 1 + NUM_IMPROVED
 """Schedules of each policy."""
 MAX_TRIED = 12_000
 """Cells of a pipeline that are scheduled at most, in all tries together."""
-MAX_IDLE_TRIES = 4
-"""Policies in a row that make no pipeline's schedule shorter, after which no others are tried for it."""
+MAX_IDLE_POLICIES = 4
+"""Policies in a row that do not shorten a pipeline's schedule, after which no others are tried for it."""
 LEAST_GAIN = 1e-3
 """Share by which a schedule must become shorter to count for that."""
 
@@ -61,7 +62,7 @@ def critical_path(routes: Routes, costs: Durations | None = None, *, memory: Mem
                 last_gain[p] = number
             best_s[p] = clock.ended_s[p]
         # Each pipeline has the same tries, whether others are simulated too or not.
-        left = {p for p in left if number < num_tries[p] and number < last_gain[p] + MAX_IDLE_TRIES * PER_POLICY}
+        left = {p for p in left if number < num_tries[p] and number < last_gain[p] + MAX_IDLE_POLICIES * PER_POLICY}
         if not left:
             break
     return ranks.schedule(routes, lists)
