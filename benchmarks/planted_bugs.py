@@ -292,11 +292,11 @@ BUGS = (
         "another_batch",
     ),
     Bug(
-        "the dropout of what runs ahead is that of the running step",
+        "what runs ahead draws by the seed of the running step",
         "known = self._next_seed_digest if bound.is_ahead else self._seed_digest",
         "known = self._seed_digest",
-        ("test_run_ahead_training",),
-        "without_run_ahead",
+        ("test_run_ahead",),
+        "draws_are_those",
     ),
     Bug(
         "dropout is the same in every step",
@@ -409,7 +409,7 @@ def run_tests(bug: Bug, checkout: Path, tests: Sequence[Path], timeout_s: float)
         return "failed", failed[1]
     told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     last = told[-1] if told else "without a word"
-    return ("passed", last) if done.returncode == 0 else ("error", f"pytest ended with code {done.returncode}: {last}")
+    return ("passed", "all tests pass") if done.returncode == 0 else ("error", f"pytest ended with code {done.returncode}: {last}")
 
 
 def copy_of(checkout: Path, folder: Path) -> Path:

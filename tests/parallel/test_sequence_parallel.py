@@ -121,7 +121,7 @@ def test_transformers_own_recomputation_knows_its_microbatch(family: str) -> Non
     """It recomputes what is inside a layer, so no hook of the layer runs again. 5 and 8 tokens: the shards differ."""
 
     def step(model: Any, case: Case) -> Tensor:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         model.train()
         first, second = run_text(model, num_tokens=5), run_text(model, num_tokens=8)
         first.backward()

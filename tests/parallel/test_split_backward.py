@@ -21,7 +21,7 @@ def model_of(family: str = "llama", *, recompute: bool = False) -> nn.Module:
     model = tiny_language_model(family)
     make_splittable(model)
     if recompute:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         model.train()
     return model
 

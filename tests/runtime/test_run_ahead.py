@@ -130,6 +130,32 @@ def test_another_batch_or_seed_than_was_said_runs_its_own_forwards() -> None:
     assert max(differences(PLAN, steps)) < 1e-12
 
 
+def test_draws_are_those_without_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an encoder that draws whatever its mode, as frozen parts have no dropout: same batch, another seed a step."""
+    forward = ToyStage.forward
+
+    def noisy(self: ToyStage, inputs: StageInput) -> StageOutput:
+        output = forward(self, inputs)
+        if self.data_name != "vision":
+            return output
+        assert output.hidden is not None
+        return StageOutput(output.hidden + torch.rand_like(output.hidden))
+
+    monkeypatch.setattr(ToyStage, "forward", noisy)
+    steps = in_order([batch(1) for _ in range(3)])
+
+    def work(rank: int, plan: Plan) -> list[float]:
+        engine = Engine(plan, toy_stage_maker(plan), device=CPU, boundary_dtype=torch.float64)
+        return [
+            engine.run(own, seed=(7, number), following=following and NextBatch(following, (7, number + 1))).loss
+            for number, (own, following) in enumerate(steps)
+        ]
+
+    ahead = run_distributed(lambda rank: work(rank, PLAN), 2)
+    assert ahead == run_distributed(lambda rank: work(rank, replace(PLAN, run_ahead=False)), 2)
+    assert len(set(ahead[0])) == len(steps)
+
+
 def test_an_evaluation_between_two_iterations_changes_nothing() -> None:
     held_out = batch(9, lacking=(1,))
     loss, _ = reference(PLAN, held_out)

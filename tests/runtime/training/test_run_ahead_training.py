@@ -13,10 +13,8 @@ from motet.config import RunConfig
 from motet.errors import UserError
 from motet.runtime.engine import Engine
 
-DROPOUT = {
-    "model__encoders__audio__values__dropout": 0.2,
-    "model__language_model__values__attention_dropout": 0.2,
-}
+DROPOUT = {"model__language_model__values__attention_dropout": 0.2}
+"""Frozen encoders have none."""
 FROZEN = {"model__encoders__audio__train": {"module": False}, "model__encoders__vision__train": {"module": False}}
 """Projectors are trained: they are stages of their own where encoders run ahead."""
 
@@ -27,7 +25,7 @@ def run(folder: Path, *, ahead: bool, **overrides: Any) -> RunConfig:
 
 
 def test_losses_are_those_without_run_ahead_to_the_bit(tmp_path: Path) -> None:
-    """With dropout in the encoder that runs ahead, samples without images and sounds, and evaluations between."""
+    """With dropout in the language model, samples without images and sounds, and evaluations between."""
     evaluated = {"train__eval_every": 2, "train__eval_samples": 6}
     without, ahead, seen = train(
         run(tmp_path / "without", ahead=False),
