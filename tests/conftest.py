@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("motet", derandomize=True, database=None, max_examples=40, **PATIENT)
 settings.register_profile("draws", max_examples=300, **PATIENT)
 settings.load_profile("motet")
+
+# Shells start jobs in the background with interrupts ignored; tests interrupt themselves and processes of theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.
 os.register_at_fork(after_in_child=gc.freeze)
