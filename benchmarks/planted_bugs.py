@@ -409,7 +409,9 @@ def run_tests(bug: Bug, checkout: Path, tests: Sequence[Path], timeout_s: float)
         return "failed", failed[1]
     told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     last = told[-1] if told else "without a word"
-    return ("passed", "all tests pass") if done.returncode == 0 else ("error", f"pytest ended with code {done.returncode}: {last}")
+    if done.returncode == 0:
+        return "passed", "all tests pass"
+    return "error", f"pytest ended with code {done.returncode}: {last}"
 
 
 def copy_of(checkout: Path, folder: Path) -> Path:
