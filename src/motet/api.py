@@ -17,7 +17,7 @@ from motet.config import RunConfig, chosen_run, load_run_config, phases_of
 from motet.environment import is_first_process, set_environment
 from motet.errors import UserError
 from motet.named_files import read_text
-from motet.plan import LANGUAGE_MODEL, ContextOptions, Plan
+from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -94,37 +94,16 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
             "model: the layers of a whole model's encoder run together and cannot be profiled one by one; leave "
             "cluster.costs out, and costs are computed"
         )
-    from motet.costs.cost_model import Sharing
     from motet.families.configured_graph import read_graph
     from motet.planner.from_run_file import explicit_degrees
-    from motet.runtime.launch import launch
-    from motet.runtime.profile_worker import profile_worker
+    from motet.runtime.profile_worker import profile_in_processes
 
-    batch = read_batch(config)
-    graph = read_graph(config)
-    per_node = config.cluster.num_devices // config.cluster.num_nodes
-    context = ContextOptions()
-    modules_shared: dict[tuple[Sharing, ContextOptions], list[str]] = {(Sharing(), context): list(graph.names)}
-    for name, given in explicit_degrees(config, graph.workloads).items():
-        if given.tp > 1:
-            modules_shared.setdefault((Sharing(given.tp), context), []).append(name)
-        sharing = Sharing.of(given.tp, given.cp, given.context, given.ep)
-        if sharing != Sharing(given.tp) and sharing.num_ranks <= per_node:
-            modules_shared.setdefault((sharing, given.context), []).append(name)
-    first, *others = [
-        launch(
-            profile_worker,
-            config,
-            batch,
-            tuple(names),
-            sharing,
-            options,
-            num_processes=max(1, per_node // sharing.num_ranks) * sharing.num_ranks,
-            device=config.cluster.device,
-        )
-        for (sharing, options), names in sorted(modules_shared.items(), key=lambda item: item[0][0])
-    ]
-    return first.with_costs_of(others)
+    return profile_in_processes(
+        config,
+        read_batch(config),
+        explicit_degrees(config, read_graph(config).workloads).items(),
+        num_devices=config.cluster.num_devices // config.cluster.num_nodes,
+    )
 
 
 def make_plan(

@@ -56,8 +56,11 @@ def train_and_ask(name, folder, steps):
         "learning_rate": 1e-2,
         "checkpoint_every": steps,
         "global_batch_size": 16,
+        "output": str(folder / "out"),
     }
-    values = composite_run(folder, name, pp=2, num_samples=16, output=str(folder / "out"), **train_keys)
+    # Padded together, Voxtral's samples would be twice as many tokens.
+    num_microbatches = 16 if name == "voxtral" else 2
+    values = composite_run(folder, name, pp=2, num_samples=16, num_microbatches=num_microbatches, **train_keys)
     result = train(RunConfig.model_validate_json(json.dumps(values)))
     before, after = (AutoModelForMultimodalLM.from_pretrained(path) for path in (folder / "model", result["export"]))
     assert type(before) is type(after)
@@ -80,7 +83,7 @@ def test_a_trained_model_answers_from_its_export(name, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_each_learns_its_samples_by_heart(name, tmp_path):
-    losses, right = train_and_ask(name, tmp_path, 250)
+    losses, right = train_and_ask(name, tmp_path, 100 if name == "voxtral" else 250)
 
     assert losses[-1] < 0.05
     assert right == 16

@@ -239,8 +239,8 @@ def test_what_is_wrong_with_a_part_is_said(tmp_path) -> None:
     (tmp_path / "no_json").mkdir()
     (tmp_path / "no_json" / "config.json").write_text("{")
     for values, words in [
-        ({"path": str(tmp_path)}, r"model\.m\.path: .*config.json is missing"),
-        ({"path": str(tmp_path / "absent")}, "config.json is missing"),
+        ({"path": str(tmp_path)}, r"model\.m\.path: .*config.json cannot be read \(No such file"),
+        ({"path": str(tmp_path / "absent")}, "config.json cannot be read"),
         ({"path": str(tmp_path / "no_json")}, "model.m.path"),
         ({"path": str(tmp_path / "no_weights")}, "no .safetensors file"),
         ({"path": str(tmp_path / "damaged")}, "model.safetensors is damaged"),

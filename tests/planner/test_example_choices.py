@@ -62,5 +62,5 @@ def test_nothing_is_shared_where_ranks_may_be_lost(example: str) -> None:
     )
     problem = read_problem(config)
     assert not problem.may_share_experts
-    assert not problem.may_share_nodes
+    assert problem.survives_losses
     assert not problem.may_share_parameters

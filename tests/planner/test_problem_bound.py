@@ -2,9 +2,11 @@
 
 import itertools
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from random import Random
+from statistics import median
 
+import numpy as np
 import pytest
 import small_problem as small
 from brute_force import best_time_s
@@ -18,15 +20,18 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.families.shape_reading.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
+from motet.planner.auto import _Search
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan
 from motet.planner.layouts.own_layouts import chains
-from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.lower_bound import _Crowd, _in_windows, _Layers, problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
-from motet.planner.registry import make_plan
+from motet.planner.registry import choose, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 from motet.shapes.module_shape import with_projector
+from motet.simulator.lower_bound import Job, preemptive_time_s
+from papers.cornstarch.problems import problem as cornstarch_problem
 from papers.entrain.problems import problem as entrain_problem
 
 
@@ -210,8 +215,39 @@ def test_what_begins_late_bounds_the_iteration_by_itself(monkeypatch):
     problem = replace(problem, samples=(small.sample(0, image=True, sound=False),) * 8)
     numbers = {"vision": (1,), "language_model": (1,)}
     bound = problem_lower_bound_s(problem, num_replicas=numbers)
-    monkeypatch.setattr("motet.planner.lower_bound._work_of_some", lambda problem, layers: 0.0)
+    for term in ("_work_of_some", "_in_windows"):
+        monkeypatch.setattr(f"motet.planner.lower_bound.{term}", lambda problem, layers, from_s, to_s: from_s)
     assert bound > 1.01 * problem_lower_bound_s(problem, num_replicas=numbers)
+
+
+@pytest.mark.parametrize("model", ["VLM-S", *in_campaigns(["ALM-M", "VALM-SS", "VALM-LM"])])
+def test_no_plan_of_a_search_is_faster_than_the_bound_for_its_sizes(monkeypatch, model):
+    """The named planners' plans, and all that `auto` simulates."""
+    found = []
+    add = _Search.add
+    monkeypatch.setattr(_Search, "add", lambda search, each, what: add(search, kept(each, found), what))
+    problem = cornstarch_problem(model, llm="S")
+    choose(problem)
+    table = problem.table
+    cut = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
+    with_sequences = problem.with_options(table=replace(table, modules=cut))
+    for evaluation in found:
+        modules = evaluation.plan.modules
+        stages = {name: [s for r in module.replicas for s in r.stages] for name, module in modules.items()}
+        bound = problem_lower_bound_s(
+            with_sequences if any(module.sequence_parallel for module in modules.values()) else problem,
+            num_replicas={name: [len(module.replicas)] for name, module in modules.items()},
+            tp={name: {stage.tp_size for stage in own} for name, own in stages.items()},
+            cp={name: {stage.cp_size for stage in own} for name, own in stages.items()},
+            mixed=any(len({stage.tp_size for stage in own}) > 1 for own in stages.values()),
+        )
+        assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"{evaluation.plan}"
+    assert len(found) > 20
+
+
+def kept(evaluations, found):
+    found.extend(evaluations := list(evaluations))
+    return evaluations
 
 
 def draw_mixed_layout(rng, problem):
@@ -312,6 +348,82 @@ def test_pigeonholes_tell_of_one_layer_too_many():
     assert problem_lower_bound_s(problem) >= 64 * (times[0] + times[-1] + min(times[1:-1]) - max(times)) > 0
     nine = replace(problem, cluster=replace(problem.cluster, num_devices=9))
     assert problem_lower_bound_s(nine) <= problem_lower_bound_s(problem)
+
+
+def test_ranks_that_have_a_layer_more_than_others_cannot_all_have_the_first_ones(monkeypatch):
+    """Four blocks of a frozen language model on three devices, behind an encoder: one has two, and none begins at 0."""
+    problem = tiny_problem(Random(0), num_devices=3, num_microbatches=4, shapes=(1, 4))
+    modules = {
+        name: replace(module, trainable=((n - 1, n),) if name == "vision" else (), tp_sizes=(1,), cp_sizes=(1,))
+        for name, module in problem.modules.items()
+        for n in [module.workload.num_layers]
+    }
+    problem = replace(problem, modules=modules, samples=(small.sample(0, image=True, sound=False, words=400),) * 4)
+    encoder_s = sum(time.forward_s for time in problem.estimator.layer_times("vision"))
+    blocks = problem.estimator.layer_times("language_model")[1:-1]
+    bound = problem_lower_bound_s(problem)
+    assert bound >= encoder_s + 2 * 4 * blocks[0].total_s
+    monkeypatch.setattr("motet.planner.lower_bound._in_windows", lambda problem, layers, from_s, to_s: from_s)
+    assert bound > 1.01 * problem_lower_bound_s(problem)
+
+
+@pytest.mark.parametrize("num_draws", [200, *in_campaigns([2000])])
+def test_no_division_of_whole_layers_among_ranks_undercuts_their_windows(num_draws):
+    """All divisions, where each rank works as an optimal interruptible schedule does between heads and tails."""
+    ratios = []
+    for seed in range(num_draws):
+        rng = Random(seed)
+        problem = small_problem(num_devices=rng.randint(2, 4), encoders=(), frozen=())
+        layers = draw_layers(rng, problem.num_devices, rng.randint(2, 6))
+        bound = _in_windows(problem, layers, 0.1, inf)
+        best = min(
+            max(map(preemptive_time_s, jobs_of_ranks(layers, held, problem.num_devices)))
+            for held in itertools.product(
+                *(itertools.combinations(range(problem.num_devices), n) for n in layers.num_holders.tolist())
+            )
+        )
+        assert bound <= best * (1 + 1e-9), f"seed {seed}: {layers}"
+        at_most = 0.1 + (best - 0.1) * rng.random()
+        assert _in_windows(problem, layers, 0.1, at_most) == pytest.approx(min(bound, at_most))
+        ratios.append(bound / best)
+    assert max(ratios) > 1 - 1e-6
+    assert median(ratios) > 0.75
+
+
+def draw_layers(rng, num_devices, number):
+    """Blocks and a few other layers, of one module or two that do not wait for each other."""
+    values = [rng.choice([0.0, 1.0, 1.0, 2.0, 2.5]) for _ in range(number)]
+    weights = [rng.choice([0.0, 0.3]) * value for value in values]
+    heads = list(itertools.accumulate(rng.choice([0.0, 0.1, 0.4]) for _ in range(number)))
+    tails = list(itertools.accumulate(rng.choice([0.0, 0.1, 0.4]) for _ in range(number)))
+    if rng.random() < 0.5:
+        cut = rng.randint(0, number)
+        heads, tails = heads[cut:] + heads[:cut], [tails[-1] - tail for tail in tails[cut:]] + tails[:cut]
+    holders = np.array([rng.randint(1, num_devices) for _ in range(number)])
+    work = np.array(values)
+    nothing = np.zeros(number)
+    return _Layers(
+        num_holders=holders,
+        device_s=holders * work,
+        device_weight_s=nothing,
+        work_s=work,
+        weight_s=np.array(weights),
+        head_s=np.array(heads),
+        tail_s=np.array(tails),
+        firsts=np.array([0]),
+        alike=np.full(number, True),
+        crowd=_Crowd([], []),
+    )
+
+
+def jobs_of_ranks(layers, held, num_devices):
+    """`held`: the ranks that hold each layer."""
+    jobs = [[] for _ in range(num_devices)]
+    columns = (layers.head_s, layers.work_s, layers.weight_s, layers.tail_s)
+    for ranks, head, work, weight, tail in zip(held, *(column.tolist() for column in columns), strict=True):
+        for rank in ranks:
+            jobs[rank] += [Job(head, work - weight, tail), Job(head, weight, 0.0)]
+    return jobs
 
 
 def test_the_padding_of_microbatches_that_are_known_counts():

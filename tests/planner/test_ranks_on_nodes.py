@@ -123,7 +123,7 @@ def test_replicas_side_by_side_sum_and_gather_faster():
 
 @pytest.mark.parametrize("may", [True, False])
 def test_auto_leaves_replicas_on_nodes_of_their_own_where_nodes_may_be_lost(may):
-    problem = on_two_nodes(8, encoders=(), frozen=(), may_share_nodes=may)
+    problem = on_two_nodes(8, encoders=(), frozen=(), survives_losses=not may)
     plan = build_plan(problem, {"language_model": Degrees(pp=4, dp=2)})
     search = _Search(problem, {}, None, silent)
     search.add([evaluate(problem, plan)], "whole nodes")

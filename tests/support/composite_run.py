@@ -15,6 +15,11 @@ HEARS = ("qwen2_audio", "voxtral")
 BOTH = ("qwen2_5_omni_thinker",)
 
 
+def encoders_of(name: str) -> list[str]:
+    """The names of its encoders, in the order of the model's parts."""
+    return ["vision", "audio"] if name in BOTH else ["audio"] if name in HEARS else ["vision"]
+
+
 def write_conversations(folder: Path, name: str, num_samples: int = 8) -> Path:
     """Samples with one image (or clip) of different sizes, with two, and without any."""
     random = np.random.default_rng(0)
@@ -53,6 +58,7 @@ def composite_run(
     tp: int = 1,
     parts: dict[str, Any] | None = None,
     num_samples: int = 8,
+    num_microbatches: int = 2,
     **train: Any,
 ) -> dict[str, Any]:
     """The run file's content: each encoder on a rank of its own, the language model on `pp` x `tp` ranks."""
@@ -63,7 +69,7 @@ def composite_run(
     data = folder / "data.jsonl"
     if not data.exists():
         write_conversations(folder, name, num_samples)
-    encoders = {"vision", "audio"} if name in BOTH else {"audio"} if name in HEARS else {"vision"}
+    encoders = encoders_of(name)
     explicit: dict[str, Any] = {encoder: {} for encoder in sorted(encoders)}
     explicit["language_model"] = {"pp": pp, "tp": tp}
     return {
@@ -75,7 +81,7 @@ def composite_run(
             "audio_folder": str(folder),
         },
         "cluster": {"num_devices": len(encoders) + pp * tp},
-        "parallel": {"planner": "explicit", "num_microbatches": 2, "explicit": explicit},
+        "parallel": {"planner": "explicit", "num_microbatches": num_microbatches, "explicit": explicit},
         "train": {"global_batch_size": 8, "dtype": "float64", "steps": 2, **train},
     }
 

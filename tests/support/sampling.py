@@ -1,6 +1,6 @@
 """Which draws `make test` takes, and which only `make campaigns` does."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, TypeVar
 
 import pytest
@@ -17,4 +17,5 @@ def examples(number: int) -> Callable[[F], F]:
 
 def in_campaigns(cases: Iterable[Any]) -> list[Any]:
     """Parameters of a test that only `make campaigns` runs; a tuple has several values."""
+    assert not isinstance(cases, Set), "pytest's workers would collect a set in different orders, and run nothing"
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.campaign) for case in cases]

@@ -307,7 +307,8 @@ def _write_tekken(path: Path) -> None:
 
 
 def _voxtral(tokenizer: Any) -> tuple[dict[str, Any], Any]:
-    """The sizes of sounds are those of every Voxtral: its processor has no others."""
+    """The sizes of sounds are those of every Voxtral, as its processor has no others: 1500 positions of 30 s. So its
+    encoder is the smallest of all."""
     pytest.importorskip("mistral_common", reason="Voxtral's processor needs mistral-common")
     from transformers import MistralCommonBackend, VoxtralProcessor, WhisperFeatureExtractor
 
@@ -317,12 +318,12 @@ def _voxtral(tokenizer: Any) -> tuple[dict[str, Any], Any]:
         WhisperFeatureExtractor(feature_size=128), MistralCommonBackend(tokenizer_path=str(tekken))
     )
     audio = {
-        "hidden_size": 24,
-        "intermediate_size": 4 * 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 4 * 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
     }
-    text = {"model_type": "llama", **TEXT, "head_dim": 8}
+    text = {"model_type": "llama", **TEXT, "num_attention_heads": 2, "head_dim": 16, "initializer_range": 0.1}
     return {"audio_config": audio, "text_config": text, "audio_token_id": 24}, processor
 
 

@@ -8,6 +8,7 @@ torch is not imported.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from motet.config import (
     CompositePartConfig,
@@ -215,12 +216,11 @@ def _generator(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule
         connection = Connection(incoming_size=width, projector=part.projector)
         shape = code_decoder(_read_shape(part, key), codec_of(part, key), connection)
     shape = _adapted(key, part, shape)
-    trained = [part.train.projector if layer.part == "projector" else part.train.module for layer in shape.layers]
     return ConfiguredModule(
         part=part,
         key=key,
         workload=replace(shape, is_averaged=part.ema is not None),
-        trainable=runs_of(trained),
+        trainable=_trainable(part, shape),
         loss_weight=part.loss_weight,
     )
 
@@ -340,11 +340,11 @@ def _read_shape(part: PartConfig, key: str, *, packing: bool = False) -> ModuleW
         from motet.families.encoders.own_encoders import build_on_meta, own_workload
 
         return own_workload(build_on_meta(part.module, part.values, key))  # type: ignore[attr-defined]
+    request = shape_request(part, key)
     try:
-        return shape_of(shape_request(part, key), packing=packing)
+        return shape_of(request, packing=packing)
     except UserError as error:
-        message = str(error)
-        raise UserError(message if message.startswith(key) else f"{key}{message}") from None
+        raise UserError(f"{key}{error}") from None
 
 
 def _whole(
@@ -356,8 +356,9 @@ def _whole(
 ) -> ConfiguredModule:
     """A module without projector, which is trained or frozen as a whole, or by adapters, and computes a loss."""
     workload = _adapted(key, part, workload)
-    trainable = ((0, workload.num_layers),) if part.train.module else _runs_with_adapters(workload)
-    return ConfiguredModule(part=part, key=key, workload=workload, trainable=trainable, loss_weight=loss_weight)
+    return ConfiguredModule(
+        part=part, key=key, workload=workload, trainable=_trainable(part, workload), loss_weight=loss_weight
+    )
 
 
 def _with_projector(
@@ -366,12 +367,21 @@ def _with_projector(
     """An encoder or tower; its projector is its last layer and is trained or frozen by itself."""
     encoder = _adapted(key, part, encoder)
     workload = encoder if part.projector is None else with_projector(encoder, part.projector, width)
-    last = workload.num_layers - (part.projector is not None)
-    ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else _runs_with_adapters(encoder)
-    if part.projector is not None and part.train.projector:
-        is_next = bool(ranges) and ranges[-1][1] == last
-        ranges = (*ranges[: len(ranges) - is_next], (ranges[-1][0] if is_next else last, workload.num_layers))
-    return ConfiguredModule(part=part, key=key, workload=workload, trainable=ranges, pooling=pooling)
+    return ConfiguredModule(
+        part=part, key=key, workload=workload, trainable=_trainable(part, workload), pooling=pooling
+    )
+
+
+def _trainable(part: Any, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
+    """The layers that the run file trains, and those with adapters. A projector is trained or frozen by itself."""
+    return runs_of(
+        [
+            part.train.projector
+            if layer.part == "projector"
+            else part.train.module or layer.num_adapter_parameters() > 0
+            for layer in workload.layers
+        ]
+    )
 
 
 def _adapted(key: str, part: PartConfig, workload: ModuleWorkload) -> ModuleWorkload:
@@ -385,10 +395,3 @@ def _adapted(key: str, part: PartConfig, workload: ModuleWorkload) -> ModuleWork
         return with_adapters(workload, lora.rank, lora.targets)
     except UserError as error:
         raise UserError(f"{key}.train.lora.{error}") from None
-
-
-def _runs_with_adapters(workload: ModuleWorkload) -> tuple[LayerRange, ...]:
-    """The runs of layers that have adapters."""
-    numbers = enumerate(layer.num_adapter_parameters() > 0 for layer in workload.layers)
-    runs = [(has_any, list(run)) for has_any, run in groupby(numbers, key=lambda pair: pair[1])]
-    return tuple((run[0][0], run[-1][0] + 1) for has_any, run in runs if has_any)

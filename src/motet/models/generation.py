@@ -12,7 +12,6 @@ from motet.config import GeneratorConfig
 from motet.families.classes import default_dtype, model_class_of
 from motet.families.configured_graph import ConfiguredModule
 from motet.families.diffusion_models import build_diffusion_model
-from motet.families.hf_config import code_decoder_values
 from motet.models.graph import Layouts, ModuleNode
 from motet.models.materialize import layer_seed, read_part_config
 from motet.models.stages.codes import CodeLoss, CodeStage
@@ -178,7 +177,6 @@ def generator_node(
 
 def build_code_decoder(part: GeneratorConfig, dtype: torch.dtype, where: str) -> Any:
     """The whole decoder of codes with random weights of the present state of torch's generator."""
-    whole = part.model_copy(update={"values": code_decoder_values(part, where)})
-    config = read_part_config(whole, "decoder", where=where)
+    config = read_part_config(part, "decoder", where=where)
     with default_dtype(dtype):
         return model_class_of(config.model_type, "decoder")(config).to(dtype)

@@ -14,7 +14,6 @@ parts stay in evaluation mode (no dropout) when the whole is put into training m
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
@@ -24,6 +23,7 @@ from transformers.utils import ModelOutput
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
 from motet.families.capabilities import packed_by_sample
+from motet.families.configured_graph import runs_of
 from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
 from motet.families.encoders.encoder_families import family_of, num_running_blocks
 from motet.families.encoders.own_encoders import adopt, encoder_config, own_config, own_workload
@@ -227,8 +227,7 @@ class ModuleNode(ABC):
             if parameter.requires_grad
             for layer in stage.layers_of(local_name)
         }
-        runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])]
-        return tuple((run[0][1], run[-1][1] + 1) for run in runs)
+        return runs_of([layer in layers for layer in range(self.num_layers)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

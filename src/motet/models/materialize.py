@@ -13,7 +13,6 @@ Limits: safetensors only; quantised weights, and stored tensors that transformer
 """
 
 import hashlib
-import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -22,20 +21,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from motet.config import PartConfig, TowerConfig
-from motet.errors import UserError, one_line
+from motet.config import PartConfig
+from motet.errors import UserError
 from motet.families.caption_decoders import is_added
-from motet.families.classes import Kind, config_class_named, config_class_of, model_class_of, model_on_meta, part_of
+from motet.families.classes import Kind, model_class_of, model_on_meta
 from motet.families.discovery.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.discovery.language_model_parts import causal_layer_parts, num_causal_layers
 from motet.families.encoders.own_encoders import build, build_on_meta
-from motet.families.hf_config import stored_folder, tower_family
+from motet.families.hf_config import shape_request, stored_folder
 from motet.families.language_models import check_causal, is_tied
+from motet.families.module_config import configuration_of
 from motet.families.stored_weights import Sources, is_within, sources_of
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
@@ -85,33 +84,18 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
     """
     if getattr(part, "module", None) is not None:
         return build_on_meta(part.module, part.values, where)  # type: ignore[attr-defined]
+    request = shape_request(part, where)
     try:
-        if part.config is not None:
-            config = config_class_named(part.config)(**part.values)
-            model_class_of(config.model_type, kind)
-        else:
-            stored = stored_model_type(part)
-            if isinstance(part, TowerConfig):
-                family = tower_family(stored, part.part)
-            else:
-                whole = config_class_of(stored).from_pretrained(stored_folder(part), trust_remote_code=False)
-                family = part_of(whole, kind).model_type
-            config = model_class_of(family, kind).config_class.from_pretrained(stored_folder(part), **part.values)
+        config = configuration_of(request)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    try:
+        model_class_of(config.model_type, kind)
         if kind == "language_model":
             check_causal(config)
-        return config
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except FileNotFoundError as error:
-        raise UserError(f"{where}.path: {error.filename} is missing; give a folder with config.json") from None
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        key = "values" if part.values or part.config else "path"
-        raise UserError(f"{where}.{key}: {one_line(error)}") from None
-
-
-def stored_model_type(part: PartConfig) -> str:
-    """Returns the model_type of what `hub` or `path` holds, which may be a model of several parts."""
-    return str(json.loads((stored_folder(part) / "config.json").read_text()).get("model_type", ""))
+    return config
 
 
 def materialize(
@@ -196,7 +180,11 @@ def _fill(
     if is_tied and num_layers - 1 in own:
         model.tie_weights()
     if has_weights:
-        _read_weights(model, parts, stored_folder(part), where, may_lack=may_lack)
+        try:
+            folder = stored_folder(part)
+        except UserError as error:
+            raise UserError(f"{where}.{error}") from None
+        _read_weights(model, parts, folder, where, may_lack=may_lack)
     left = [key for key, tensor in _tensors_of(model, parts, outside) if _is_left(tensor)]
     if left:
         raise UserError(

@@ -422,7 +422,7 @@ class _Search:
             if layout is None:
                 continue
             self._move_layers(each, layout)
-            if number > 0 or each.num_actions > MAX_FOLLOWED_ACTIONS or not self.problem.may_share_nodes:
+            if number > 0 or each.num_actions > MAX_FOLLOWED_ACTIONS or self.problem.survives_losses:
                 continue
             split = with_split_encoders(each.problem, layout)
             if split is not None:
@@ -457,7 +457,7 @@ class _Search:
     def _place_replicas(self) -> None:
         """Puts equal stages of the best plans' replicas side by side on the nodes."""
         cluster = self.problem.cluster
-        if cluster.num_nodes == 1 or not self.problem.may_share_nodes:
+        if cluster.num_nodes == 1 or self.problem.survives_losses:
             return
         for each in _best(self.evaluations):
             placed = replicas_side_by_side(each.plan, cluster.devices_per_node)

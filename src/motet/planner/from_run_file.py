@@ -105,7 +105,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         memory=_memory_options(config),
         may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
         may_share_experts=config.train.failures is None,
-        may_share_nodes=config.train.failures is None,
+        survives_losses=config.train.failures is not None,
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,
     )

@@ -21,7 +21,12 @@ their costs assume. Kept:
    at a time, wait until a first backward can begin; and at the end, once no forward can begin any more, they have
    nothing but weight gradients. At each time only modules count that can have begun, or that others do not yet follow.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
-3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
+3. Whole layers in windows. Of any set of layers, a rank's share lies between the head and the tail of one of them, its
+   first one, so it has at most as many units of work as this window has, where only whole units of each layer count
+   (for any unit: a dual feasible function of bin packing, Fekete and Schepers 2001). As many ranks can have a layer as
+   their first one as hold it, so the D widest windows must have room for the units of all layers. With equal blocks as
+   units this says, for example, that of k x D + 1 of them some rank has k + 1, and not only ranks of the first blocks.
+   This requires replicas with equal work.
 4. After all that, the optimizer's step and, where the optimizer's state is sharded, the gather of new parameters, each
    at least the mean over all ranks. A gather takes the bandwidth of the best placement of its ranks on nodes.
 
@@ -30,7 +35,7 @@ three, plus the fourth.
 
 If the batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding
 included. Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take
-different numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
+different numbers of microbatches (`replica_microbatches`) are not covered.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -51,6 +56,12 @@ from motet.ragged_arrays import Bools, Floats, Ints
 
 NUM_SPREAD = 6
 """Layers, evenly spread, at whose heads and tails the bound from some layers' work begins and ends."""
+NUM_UNITS = 6
+"""Different layers, those with most work, whose work is a unit of the bound from whole layers in windows."""
+PARTS = (1, 2, 3)
+"""Into how many units such a layer is divided."""
+RELATIVE = 1e-9
+"""Precision of the bound from whole layers in windows."""
 _ALL = slice(None)
 
 
@@ -69,6 +80,8 @@ class _Layers(NamedTuple):
     tail_s: Floats
     firsts: Ints
     """Place of each module's first layer."""
+    alike: Bools
+    """Whether all ranks that hold it have as much work for it."""
     crowd: "_Crowd"
 
 
@@ -173,9 +186,10 @@ def _least_of(
         if weaker_s >= least_s:
             break
         layers, fixed_s = _layers(modules, sizes), _fixed_s(problem, modules, sizes)
-        busy_s = max(bound_s(problem, layers, sizes) for bound_s in (_indivisible, _work, _pigeonholes))
-        if busy_s + fixed_s < least_s:
-            busy_s = max(busy_s, _work_of_some(problem, layers))
+        busy_s = max(_indivisible(layers), _work(problem, layers))
+        for bound_s in (_work_of_some, _in_windows):
+            if busy_s + fixed_s < least_s:
+                busy_s = bound_s(problem, layers, busy_s, least_s - fixed_s)
         least_s = min(least_s, busy_s + fixed_s)
     return least_s
 
@@ -361,16 +375,19 @@ def _layers(modules: _Modules, sizes: Sizes) -> _Layers:
     # The number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it.
     num_shares = gcd(*(size.num_replicas for size in sizes.values()))
     heads, tails, crowd = _heads_and_tails(modules, sizes)
-    columns = []
+    columns, alike = [], []
     for name, size in sizes.items():
         seconds = modules.batch_s(name, size, alone=size.num_replicas == num_shares)
         holders = np.full(len(seconds[0]), size.num_holders(max(size.tp)))
         columns.append((holders, *seconds, heads[name], tails[name]))
+        alike.append(np.full(len(seconds[0]), _replicas_work_alike(modules.problem, size)))
     holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s = map(
         np.concatenate, zip(*columns, strict=True)
     )
     firsts = np.cumsum([0, *(len(heads[name]) for name in sizes)])[:-1]
-    return _Layers(holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s, firsts, crowd)
+    return _Layers(
+        holders, device_s, device_weight_s, work_s, weight_s, head_s, tail_s, firsts, np.concatenate(alike), crowd
+    )
 
 
 def _heads_and_tails(modules: _Modules, sizes: Sizes) -> tuple[dict[str, Floats], dict[str, Floats], _Crowd]:
@@ -510,11 +527,11 @@ class _Work:
         return self.seconds(heads, tails, [heads.ends, tails.ends, filled])
 
 
-def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
+def _work(problem: PlanningProblem, layers: _Layers) -> float:
     """The bound from the work of all layers."""
     work, crowd = _Work(problem, layers), layers.crowd
     # What ranks wait for at the begin and what they wait for at the end are added up, so they must not overlap.
-    after_s = max(0.0, _indivisible(problem, layers, sizes) - crowd.forward_s)
+    after_s = max(0.0, _indivisible(layers) - crowd.forward_s)
     late_tails = _Earliest(np.minimum(layers.tail_s, after_s), layers.num_holders)
 
     def crowded(phases: Sequence[_Phase]) -> Callable[[Floats], Floats]:
@@ -533,15 +550,19 @@ def _work(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
     )
 
 
-def _work_of_some(problem: PlanningProblem, layers: _Layers) -> float:
+def _work_of_some(problem: PlanningProblem, layers: _Layers, from_s: float, to_s: float) -> float:
     """The bound from the work of only those layers that begin late and are followed by much: the others could use ranks
-    only while these wait, and for no longer than their own work takes."""
+    only while these wait, and for no longer than their own work takes. `from_s`: a bound that is known."""
+    return max(from_s, *(_Work(problem, layers, some).with_heads_and_tails() for some in _late(layers)))
+
+
+def _late(layers: _Layers) -> Iterator[Bools]:
+    """Sets of layers that begin late and are followed by much; the first one has all layers."""
     least_heads, least_tails = (_thresholds(values, layers.firsts) for values in (layers.head_s, layers.tail_s))
-    return max(
-        _Work(problem, layers, some).with_heads_and_tails()
-        for least_head, least_tail in product(least_heads, least_tails)
-        if (some := (layers.head_s >= least_head) & (layers.tail_s >= least_tail)).any()
-    )
+    for least_head, least_tail in product(least_heads, least_tails):
+        some = (layers.head_s >= least_head) & (layers.tail_s >= least_tail)
+        if some.any():
+            yield some
 
 
 def _thresholds(values: Floats, firsts: Ints) -> list[float]:
@@ -552,30 +573,85 @@ def _thresholds(values: Floats, firsts: Ints) -> list[float]:
     return thresholds
 
 
-def _indivisible(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
+def _indivisible(layers: _Layers) -> float:
     after = np.maximum(0.0, layers.tail_s - layers.weight_s)
     return float((layers.head_s + layers.work_s + after).max())
 
 
-def _pigeonholes(problem: PlanningProblem, layers: _Layers, sizes: Sizes) -> float:
-    """The bound from pigeonholes: some rank has k + 1 of the k D + 1 largest items."""
-    if not _replicas_work_alike(problem, {size.num_replicas for size in sizes.values()}):
-        return 0.0
-    if any(len(size.tp) > 1 for size in sizes.values()):
-        return 0.0
-    num_devices = problem.num_devices
-    largest = _Earliest(-layers.work_s, np.minimum(layers.num_holders, num_devices))
-    k = np.arange(1, (int(largest.ends[-1]) - 1) // num_devices + 1).astype(float)
-    last = k * num_devices + 1
-    return float(np.max(largest(last - k - 1) - largest(last), initial=0.0))
+class _Windows(NamedTuple):
+    """Units of work, and the ranks' windows that must have room for them; both for several sizes of a unit."""
+
+    waiting_s: Floats
+    """What each kind of window is shorter than the iteration."""
+    num_windows: Ints
+    """Number of windows of each kind."""
+    unit_s: Floats
+    num_units: Floats
+
+    def are_too_short(self, seconds: float) -> Bools:
+        """Whether an iteration of `seconds` leaves no room for the units, for each size of a unit."""
+        num_fitting = np.floor(np.maximum(0.0, seconds - self.waiting_s)[:, None] / self.unit_s)
+        too_short: Bools = self.num_units > self.num_windows @ num_fitting
+        return too_short
 
 
-def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:
-    """`numbers`: of replicas."""
-    if numbers == {1}:
+def _in_windows(problem: PlanningProblem, layers: _Layers, from_s: float, to_s: float) -> float:
+    """The bound from whole layers in windows, between a bound that is known and `to_s`, which is enough."""
+    for some in _late(layers):
+        for windows in _windows(problem, layers, some & layers.alike):
+            too_short = windows.are_too_short(from_s * (1 + RELATIVE))
+            if not too_short.any():
+                continue
+            windows = windows._replace(unit_s=windows.unit_s[too_short], num_units=windows.num_units[too_short])
+            enough_s = from_s
+            while windows.are_too_short(enough_s).any():
+                if enough_s >= to_s:
+                    return to_s
+                from_s, enough_s = enough_s, min(2 * enough_s, to_s)
+            while enough_s - from_s > RELATIVE * from_s:
+                middle_s = (from_s + enough_s) / 2
+                if windows.are_too_short(middle_s).any():
+                    from_s = middle_s
+                else:
+                    enough_s = middle_s
+    return from_s
+
+
+def _windows(problem: PlanningProblem, layers: _Layers, some: Bools) -> Iterator[_Windows]:
+    """The windows of the ranks' first layers, where layers are ordered by their heads, or of their last ones, where
+    they are ordered by their tails. What computes weight gradients needs no window before the tail."""
+    if not some.any():
+        return
+    head_s, tail_s, num_holders = layers.head_s[some], layers.tail_s[some], layers.num_holders[some]
+    work_s, weight_s = layers.work_s[some], layers.weight_s[some]
+    nothing_s = np.zeros(len(tail_s))
+    for item_s, after_s in ((work_s - weight_s, tail_s), *([(work_s, nothing_s)] if weight_s.any() else [])):
+        unit_s = _units(item_s)
+        num_units = num_holders @ np.floor(item_s[:, None] / unit_s)
+        for first_s, second_s in ((head_s, after_s), (after_s, head_s)):
+            order = np.argsort(first_s, kind="stable")
+            # A rank's other layers come later in this order, so their second value is at least the least of those.
+            waiting_s = first_s[order] + np.minimum.accumulate(second_s[order][::-1])[::-1]
+            holders = num_holders[order]
+            num_windows = np.clip(problem.num_devices - (np.cumsum(holders) - holders), 0, holders)
+            yield _Windows(waiting_s, num_windows, unit_s, num_units)
+
+
+def _units(item_s: Floats) -> Floats:
+    """Sizes of units: parts of the layers that have most work together."""
+    values, numbers = np.unique(item_s, return_counts=True)
+    most = np.argsort(-values * numbers, kind="stable")[:NUM_UNITS]
+    # Slightly smaller, so that rounding takes no unit from a layer.
+    return np.array([value / part for value in values[most] if value > 0 for part in PARTS]) * (1 - RELATIVE)
+
+
+def _replicas_work_alike(problem: PlanningProblem, size: Size) -> bool:
+    """Whether all ranks that hold a layer have as much work for it."""
+    if len(size.tp) > 1:
+        return False
+    if size.num_replicas == 1:
         return True
-    divides = problem.cuts_evenly and all(len(problem.samples) % n == 0 for n in numbers)
-    return divides and not any(problem.sample_kinds)
+    return problem.cuts_evenly and len(problem.samples) % size.num_replicas == 0 and not any(problem.sample_kinds)
 
 
 def _fixed_s(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> float:

@@ -182,8 +182,9 @@ class PlanningProblem:
     lost."""
     may_share_experts: bool = True
     """Whether planners may distribute experts over ranks; they may not where one may be lost."""
-    may_share_nodes: bool = True
-    """Whether planner `auto` may move ranks of several replicas to one node; it may not where one may be lost."""
+    survives_losses: bool = False
+    """Whether training goes on after the loss of a node (`train.failures`). Planner `auto` then moves no ranks of
+    several replicas to one node."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from motet.assignment.next_batch import stages_ahead
 from motet.costs.communication import communicator_bytes
-from motet.plan import Plan
+from motet.plan import ModulePlan, Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.problem import PlanningProblem
@@ -57,11 +57,19 @@ def report_evaluation(
         "cost_comparison": compare_costs(problem, plan),
         "communicators": _communicators(evaluation),
         "sharing": {
-            name: {"replicas": module.sharded_replicas, "after_a_failure": "training restarts from the checkpoint"}
+            name: {"replicas": module.sharded_replicas, "after_a_failure": _after_a_failure(module, problem)}
             for name, module in plan.modules.items()
-            if module.shares_over_replicas
+            if module.fully_sharded
         },
     }
+
+
+def _after_a_failure(module: ModulePlan, problem: PlanningProblem) -> str:
+    """The consequence of losing a rank that holds a share of the module's parameters."""
+    has_other_holders = len(module.replicas) > module.sharded_replicas
+    if problem.survives_losses and has_other_holders:
+        return "training goes on with the shares that other replicas hold"
+    return "training restarts from the checkpoint"
 
 
 def _run_ahead(evaluation: Evaluation, *, is_disturbed: bool) -> dict[str, Any]:
@@ -80,6 +88,10 @@ def _by_module(values: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int
     for (name, r), value in values.items():
         result.setdefault(name, {})[r] = value
     return result
+
+
+def _sharers(num_replicas: int) -> str:
+    return f"{num_replicas} replicas" if num_replicas > 1 else "the ranks of each stage"
 
 
 def _run_ahead_text(values: Mapping[str, Any]) -> str:
@@ -246,7 +258,7 @@ def report_text(values: Mapping[str, Any]) -> str:
             "MiB of a device beside the peak above (computed from NCCL's usual buffers)"
         )
     lines += [
-        f"{name}: {module['replicas']} replicas share parameters by rows; {module['after_a_failure']}"
+        f"{name}: {_sharers(module['replicas'])} share parameters by rows; after a failure {module['after_a_failure']}"
         for name, module in values["sharing"].items()
     ]
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]

@@ -21,7 +21,6 @@ from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.devices import HostCopy, has_own_memory, peak_memory_bytes, to_device
 from motet.models.stages.stage import Batch
-from motet.parallel.context.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh, pairs_by_tag
 from motet.plan import Plan
 from motet.runtime.batch_copies import BatchCopies, DeviceBatch
@@ -185,7 +184,7 @@ class Engine:
         self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Assignments of the last batches, some of which are prepared ahead."""
         self._routed: deque[tuple[Sequence[Sample], Routes, Hashable, int]] = deque(maxlen=MIN_ASSIGNMENTS)
-        self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
+        self._prepared: deque[tuple[Sequence[Sample], list[object]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Keeps context sequences alive for the stages, which find them by their contents."""
         self._copies = BatchCopies(device, MIN_ASSIGNMENTS) if has_own_memory(device) else None
         self._copied_ahead: DeviceBatch | None = None
@@ -422,7 +421,7 @@ class Engine:
     def _prepare_attention(self, samples: Sequence[Sample], routes: Routes) -> None:
         if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
-        contexts = [
+        contexts: list[object] = [
             self.model.attending[cell[:3]].prepare(members_of_cell(samples, routes.samples(cell), cell.module))
             for cell in routes.cells
             if cell[:3] in self.model.attending

@@ -1,7 +1,9 @@
-"""The worker of `motet profile`: runs the profiler on the stages and the data of a run file, on every rank."""
+"""Profiles a run file's model: runs the profiler on its stages and its data in several processes, once for each way in
+which ranks share a stage."""
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +21,64 @@ from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.context.context_attention import ContextParallel
 from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, ContextOptions, LayerRange
+from motet.planner.problem import Degrees
 from motet.runtime.assembly import PARAMETER_DTYPES, build_stage, pick_device
+from motet.runtime.launch import launch
+
+
+def profile_in_processes(
+    config: RunConfig,
+    batch: Batch,
+    degrees: Iterable[tuple[str, Degrees]],
+    *,
+    options: ProfileOptions | None = None,
+    num_devices: int,
+) -> CostTable:
+    """Measures every layer by itself, and under the tensor parallelism of its module's degrees, and with their context
+    parallelism and experts over ranks where these fit on the devices.
+
+    Args:
+        batch: where microbatches are drawn from.
+        degrees: names of modules and degrees; a name may occur several times.
+        options: without sharing; None: those of the run file.
+        num_devices: on which processes run at the same time.
+    """
+    names = list(read_graph(config).names)
+    modules_shared: dict[tuple[Sharing, ContextOptions], list[str]] = {(Sharing(), ContextOptions()): names}
+    for name, given in degrees:
+        alone = Sharing(given.tp)
+        groups = [(alone, ContextOptions())]
+        sharing = Sharing.of(given.tp, given.cp, given.context, given.ep)
+        if sharing != alone and sharing.num_ranks <= num_devices:
+            groups.append((sharing, given.context))
+        for group in groups:
+            measured = modules_shared.setdefault(group, [])
+            if name not in measured:
+                measured.append(name)
+    usual = options or ProfileOptions(
+        microbatch_sizes=_sizes(config), parameter_dtype=PARAMETER_DTYPES[config.train.dtype]
+    )
+    first, *others = [
+        launch(
+            profile_worker,
+            config,
+            batch,
+            tuple(names),
+            replace(usual, sharing=sharing),
+            context,
+            num_processes=max(1, num_devices // sharing.num_ranks) * sharing.num_ranks,
+            device=config.cluster.device,
+        )
+        for (sharing, context), names in sorted(modules_shared.items(), key=lambda item: item[0][0])
+    ]
+    return first.with_costs_of(others)
 
 
 def profile_worker(
-    config: RunConfig, batch: Batch, modules: tuple[str, ...], sharing: Sharing, context: ContextOptions
+    config: RunConfig, batch: Batch, modules: tuple[str, ...], options: ProfileOptions, context: ContextOptions
 ) -> CostTable:
-    """Collective over all processes, which are a multiple of those that share a stage. `batch`: where microbatches are
-    drawn from. `context`: of context-parallel groups."""
+    """Collective over all processes, which are a multiple of those that share a stage. `context`: of context-parallel
+    groups."""
     device = pick_device(config, int(os.environ["LOCAL_RANK"]))
     graph = read_graph(config)
 
@@ -40,19 +92,15 @@ def profile_worker(
         )
     return profile(
         described,
-        profiled_stage_maker(_all_trainable(config), sharing, context, device),
+        _stage_maker(_all_trainable(config), options.sharing, context, device),
         batch,
-        options=ProfileOptions(
-            sharing=sharing,
-            microbatch_sizes=_sizes(config),
-            parameter_dtype=PARAMETER_DTYPES[config.train.dtype],
-        ),
+        options=options,
         device=device,
         on_progress=_show if dist.get_rank() == 0 else lambda text: None,
     )
 
 
-def profiled_stage_maker(
+def _stage_maker(
     config: RunConfig, sharing: Sharing, context: ContextOptions, device: torch.device
 ) -> ProfiledStageMaker:
     """Makes stages for groups of neighbouring ranks that share them. Collective. `config`: all trainable."""

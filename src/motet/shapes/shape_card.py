@@ -8,15 +8,15 @@ date. Nothing in a card is executed.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from motet.errors import UserError
-from motet.plan import Edge, ModuleKind
-from motet.shapes.module_shape import Arrangement, LayerShape, ModuleWorkload
+from motet.plan import Edge
+from motet.shapes.module_shape import ModuleWorkload
 from motet.strict_parsing import parse_strictly
 from motet.user_cache import cache_folder, digest_of_files, write_cached
 
@@ -53,36 +53,24 @@ class ShapeCard:
     """A `ModuleWorkload`, with each distinct layer written once."""
 
     format: Literal[1] = 1
-    kind: ModuleKind
-    family: str
-    config: dict[str, Any]
-    hidden_size: int
-    output_size: int
-    arrangement: Arrangement
-    tied: tuple[tuple[int, int], ...]
-    must_divide: dict[str, int] | None
-    max_stages: int | None = None
-    shares_tokens: bool = True
-    is_averaged: bool = False
-    num_time_vectors: int = 0
-    shapes: tuple[LayerShape, ...]
+    distinct: ModuleWorkload
+    """The module with its distinct layers alone."""
     order: tuple[int, ...]
-    """For each layer, the index of its shape."""
+    """For each layer of the module, the index of its shape."""
 
     @staticmethod
     def of(workload: ModuleWorkload) -> "ShapeCard":
         shapes = tuple(dict.fromkeys(workload.layers))
         index = {shape: i for i, shape in enumerate(shapes)}
-        same = {each.name: getattr(workload, each.name) for each in fields(workload) if each.name != "layers"}
-        same["config"] = json.loads(json.dumps(dict(workload.config), default=str))
-        return ShapeCard(shapes=shapes, order=tuple(index[layer] for layer in workload.layers), **same)
+        config = json.loads(json.dumps(dict(workload.config), default=str))
+        return ShapeCard(
+            distinct=replace(workload, layers=shapes, config=config),
+            order=tuple(index[layer] for layer in workload.layers),
+        )
 
     @property
     def workload(self) -> ModuleWorkload:
-        names = {each.name for each in fields(ModuleWorkload)} - {"layers"}
-        return ModuleWorkload(
-            layers=tuple(self.shapes[i] for i in self.order), **{name: getattr(self, name) for name in names}
-        )
+        return replace(self.distinct, layers=tuple(self.distinct.layers[i] for i in self.order))
 
 
 @dataclass(frozen=True, kw_only=True)

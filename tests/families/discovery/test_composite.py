@@ -1,6 +1,7 @@
 import pytest
 import torch
-from tiny_composites import COMPOSITES, tiny_composite_config, tiny_tokenizer
+from composite_run import encoders_of
+from tiny_composites import COMPOSITES, tiny_composite_config
 from transformers import AutoModelForMultimodalLM, LlamaConfig, LlamaForCausalLM
 
 from motet.errors import UserError
@@ -16,17 +17,19 @@ PROJECTORS = {
     "smolvlm": "model.connector",
     "qwen2_audio": "model.multi_modal_projector",
     "qwen2_5_omni_thinker": "model.visual.merger",
+    "voxtral": "model.multi_modal_projector",
 }
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_every_parameter_belongs_to_one_layer_of_one_part(name):
+    config = tiny_composite_config(name)
     with torch.device("meta"):
-        model = AutoModelForMultimodalLM.from_config(tiny_composite_config(name))
+        model = AutoModelForMultimodalLM.from_config(config)
 
     found = find_parts(model)
 
-    encoders = ["vision", "audio"] if "omni" in name else ["audio"] if "audio" in name else ["vision"]
+    encoders = encoders_of(name)
     assert list(found.modules) == [*encoders, "language_model"]
     assert PROJECTORS[name] in found.modules[encoders[0]].projector
     for module in found.modules.values():
@@ -37,10 +40,8 @@ def test_every_parameter_belongs_to_one_layer_of_one_part(name):
     assert all(len(names) == 1 for names in owners)
     assert found.entry_layers == ((0, 2, 3) if name == "qwen3_vl" else (0,))
     assert found.is_tied == (name in ("gemma3", "internvl"))
-    ids = tiny_tokenizer()
-    assert {function.token_id for function in found.functions} <= {
-        ids.convert_tokens_to_ids(token) for token in ("<image>", "<video>", "<audio>", "<IMG_CONTEXT>")
-    }
+    token_ids = {getattr(config, f"{medium}_token_id", None) for medium in ("image", "video", "audio")} - {None}
+    assert {function.token_id for function in found.functions} <= token_ids
 
 
 def _owns(module, parameter):

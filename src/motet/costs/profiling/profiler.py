@@ -55,7 +55,6 @@ from motet.costs.profiling.links import (
 )
 from motet.devices import synchronize
 from motet.errors import UserError
-from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import Batch, StageInput, StageModule
 from motet.parallel.saved_tensors import save_less
 from motet.plan import LayerRange
@@ -423,11 +422,11 @@ class _Run:
             ]
         self.parameter_dtype = dtype = options.parameter_dtype
         self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
-        # What attention of motet's own derives ahead of a batch; held, as the engine does.
-        self.attention = stage.prepare(samples) if getattr(stage, "has_own_attention", False) else None  # type: ignore[attr-defined]
+        # Held, as the engine does.
+        self.attention = stage.prepare(samples)
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
-            source: torch.randn(_num_entering(stage, samples, source, name), width, device=device, dtype=dtype)
+            source: torch.randn(stage.num_entering(samples, source), width, device=device, dtype=dtype)
             for source, width in module.sources.items()
             if enters and any(sample.has(source) for sample in samples)
         }
@@ -460,13 +459,6 @@ class _Run:
         result = output.hidden if output.loss is None else output.loss
         assert result is not None
         return result
-
-
-def _num_entering(stage: StageModule, samples: Sequence[Sample], source: str, name: str) -> int:
-    """Rows of a source's outputs that enter a stage on this rank."""
-    if isinstance(stage, LanguageModelStage):
-        return stage.num_entering(samples, source)
-    return sum(sample.num_outputs(source, name) for sample in samples)
 
 
 def _measure(runs: Sequence[_Run], options: ProfileOptions) -> list[tuple[float, float]]:

@@ -209,7 +209,11 @@ def _causal(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
 
 
 def _mask_of_text(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
-    attended = _attended_tokens(hidden, grids)
+    return _within(model, hidden, _attended_tokens(hidden, grids))
+
+
+def _within(model: Any, hidden: Tensor, attended: Tensor | None) -> BlockArguments:
+    """Attention in both directions to the tokens that are `attended`; None: to all."""
     with masks_known():
         mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
     return lambda index: {"attention_mask": mask}
@@ -245,10 +249,7 @@ def _valid_frames(hidden: Tensor, grids: Grids) -> tuple[Tensor, Tensor]:
 def _mask_padding(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     """Nobody attends to padding; a clip without a grid has none."""
     _, is_valid = _valid_frames(hidden, grids)
-    attended = None if is_valid.all() else to_device(is_valid.long(), hidden.device)
-    with masks_known():
-        mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
-    return lambda index: {"attention_mask": mask}
+    return _within(model, hidden, None if is_valid.all() else to_device(is_valid.long(), hidden.device))
 
 
 def _pool(model: Any, hidden: Tensor, grids: Grids) -> Tensor:

@@ -9,7 +9,6 @@ torch.
 """
 
 import copy
-import importlib
 import inspect
 import json
 import math
@@ -21,30 +20,20 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError, one_line
-from motet.families.classes import (
-    MODEL_CLASSES,
-    Kind,
-    config_class_named,
-    config_class_of,
-    default_dtype,
-    model_class_of,
-    part_of,
-)
-from motet.families.config_values import check_values
+from motet.families.classes import default_dtype
 from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 from motet.families.encoders.encoder_families import ENCODER_FAMILIES, Arrangement
+from motet.families.module_config import UNBUILDABLE, class_with_role, configuration_of, role_of
 from motet.families.shape_reading.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
 from motet.parallel.tensor.tensor_cuts import TensorCuts, tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part
 from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest
 
-CAUSAL = MODEL_FOR_CAUSAL_LM_MAPPING
 WAYS = (
     (torch.bfloat16, False, False),
     (torch.bfloat16, False, True),
@@ -54,17 +43,6 @@ WAYS = (
 )
 """Dtype, whether a mask is given, and whether the sequence is short, in the order in which they are tried. Experts are
 grouped in bfloat16 alone; some models do more with a mask than to hand it on, or have a table of few positions."""
-UNBUILDABLE = (
-    ValueError,
-    TypeError,
-    AssertionError,
-    ArithmeticError,
-    RuntimeError,
-    AttributeError,
-    LookupError,
-    ImportError,
-)
-"""Exceptions that transformers raises for inconsistent sizes, and torch for operators without a meta kernel."""
 NUM_AUDIO_SAMPLES = 16_000
 NUM_TOKENS = 64
 """Length of the sequence that a language model is run on; a whole number of chunks, where it has some."""
@@ -72,9 +50,11 @@ NUM_TOKENS = 64
 
 def walk(request: ShapeRequest) -> ShapeCard:
     """Builds the module on the meta device and reads its shape. Raises `UserError` if it cannot be built or run."""
-    config, role = _configuration(request)
+    config = configuration_of(request)
+    role = request.role or role_of(config)
+    assert role != "composite"
     config._experts_implementation = None  # The usual one: loops over experts ask which tokens are whose.
-    model_class = _model_class(config, role)
+    model_class = class_with_role(config, role)
     reasons: list[str] = []
     for dtype, has_mask, is_short in WAYS:
         try:
@@ -87,68 +67,6 @@ def walk(request: ShapeRequest) -> ShapeCard:
         except UNBUILDABLE as error:
             reasons.append(one_line(error)[:200])
     raise UserError(f": {config.model_type} does not run ({reasons[0]}); change its configuration")
-
-
-def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
-    """The configuration of the part that is asked for."""
-    values, role = dict(request.values), request.role
-    assert role != "composite"
-    try:
-        if request.config is not None:
-            config_class = config_class_named(request.config)
-            try:
-                check_values(config_class, values)
-            except UserError:
-                if role is not None:  # A class of another kind is the larger mistake.
-                    _model_class(config_class(), role)
-                raise
-            config = config_class(**values)
-        else:
-            stored = {key: value for key, value in request.stored.items() if key != "transformers_version"}
-            whole = config_class_of(str(stored.pop("model_type", None))).from_dict(stored)
-            config = whole if role == "tower" else part_of(whole, role)
-            if values:
-                check_values(type(config), values)
-                config = type(config).from_dict({**config.to_dict(), **values})
-    except UserError as error:
-        message = str(error)
-        where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
-        raise UserError(f"{where}{message}") from None
-    except (*UNBUILDABLE, StrictDataclassError) as error:
-        raise UserError(f"{'.values' if values else ''}: {one_line(error)}") from None
-    family = config.model_type
-    is_known = any(family in MODEL_CLASSES[kind] for kind in ("encoder", "language_model"))
-    is_encoder = family in MODEL_CLASSES["encoder"] or not (is_known or type(config) in CAUSAL)
-    return config, role or ("encoder" if is_encoder else "language_model")
-
-
-def _model_class(config: PretrainedConfig, role: Role) -> Any:
-    kind: Kind = "encoder" if role == "tower" else role
-    family = config.model_type
-    if family in MODEL_CLASSES[kind]:
-        return model_class_of(family, kind)
-    if kind == "decoder":
-        raise UserError(f": {family} cannot be a caption decoder; give one of {', '.join(MODEL_CLASSES[kind])}")
-    if kind == "language_model":
-        if type(config) not in CAUSAL:
-            raise UserError(f": {family} is an encoder; give a language model")
-        return CAUSAL[type(config)]
-    if type(config) in CAUSAL:
-        raise UserError(f": {family} is a language model; give an encoder")
-    if config.is_encoder_decoder:
-        raise UserError(f": {family} is both encoder and decoder; give an encoder")
-    if type(config) in MODEL_MAPPING:
-        return MODEL_MAPPING[type(config)]
-    # A part that transformers lists nowhere: the class for this configuration from which no other one derives.
-    modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    found: list[Any] = [each for each in vars(modeling).values() if isinstance(each, type)]
-    found = [each for each in found if issubclass(each, PreTrainedModel)]
-    own = [
-        each for each in found if each.config_class is type(config) and not each.__name__.endswith("PreTrainedModel")
-    ]
-    if len(own) != 1:
-        raise UserError(f": {family} is not an encoder of transformers; give one")
-    return own[0]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:

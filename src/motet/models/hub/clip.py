@@ -13,10 +13,10 @@ from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
 from motet.config import ModelConfig, TowerConfig
 from motet.errors import UserError
-from motet.families.hf_config import COMPOSITE_TOWERS, STORED_PROJECTIONS
+from motet.families.hf_config import COMPOSITE_TOWERS, STORED_PROJECTIONS, stored_values
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModalityModule
-from motet.models.materialize import stored_model_type, stored_tensor
+from motet.models.materialize import stored_tensor
 from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.projector import Projection
 
@@ -144,9 +144,10 @@ def _common_whole(model: ModelConfig) -> TowerConfig | None:
             source = tower.hub if tower.path is None else Path(tower.path).resolve()
             by_source.setdefault(source, {})[tower.part] = tower
     whole = [parts["image"] for parts in by_source.values() if len(parts) == 2]
-    if len(whole) != 1 or COMPOSITE_TOWERS[stored_model_type(whole[0])].loss != model.contrastive.loss:
+    if len(whole) != 1:
         return None
-    return whole[0]
+    stored = stored_values(whole[0], "model.towers")
+    return whole[0] if COMPOSITE_TOWERS[stored["model_type"]].loss == model.contrastive.loss else None
 
 
 def _stored_number(whole: TowerConfig, key: str) -> float | None:

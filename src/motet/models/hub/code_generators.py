@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from motet.config import CodecConfig, GeneratorConfig
-from motet.families.classes import config_class_named, model_class_of, transformers_class
-from motet.families.hf_config import code_decoder_values, codec_of, stored_folder
+from motet.families.classes import model_class_of, transformers_class
+from motet.families.hf_config import codec_of, stored_folder
 from motet.models.hub.weights import save_part, tensors_under
+from motet.models.materialize import read_part_config
 from motet.plan import queries_of
 from motet.shapes.codes import CODEC_CLASSES, Codec
 
@@ -52,9 +53,8 @@ def describe_codes(
 ) -> CodesDescription:
     """`width`: of the language model's hidden states."""
     where = f"model.generators.{name}"
-    assert part.config is not None
     assert part.codec is not None
-    config = config_class_named(part.config)(**code_decoder_values(part, where))
+    config = read_part_config(part, "decoder", where=where)
     return CodesDescription(
         config=config,
         projector=part.projector,

@@ -137,7 +137,7 @@ def _conditions(
 
 def _sample(generator: ExportedGenerator, conditions: Tensor, noise: Tensor, guidance: float, num_steps: int) -> Tensor:
     """`conditions`: [images, conditions, width], `noise`: [images, channels, height, width]."""
-    null = generator.connector.without_conditions(conditions.shape[1]).expand_as(conditions)
+    null = generator.connector.null.expand_as(conditions)
     # At 0 and at 1 one of the two predictions counts for nothing.
     halves = [conditions] if guidance == 1 else [null] if guidance == 0 else [conditions, null]
     read = torch.cat(halves)

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from motet.assignment.sample import IGNORED_LABEL, Sample
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.models.draws import Key, has_null_condition
-from motet.models.stages.generator import Connector
+from motet.models.draws import has_null_condition
+from motet.models.stages.generator import Connector, num_conditions
 from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.plan import LayerRange
 from motet.shapes.codes import EDGE
@@ -108,6 +108,10 @@ class CodeStage(StageBase):
 
     def forward(self, inputs: StageInput) -> StageOutput:
         """The sum of the sounds' losses."""
+
+        def is_null(sound: _Sound) -> bool:
+            return has_null_condition(inputs.draw_key, self.name, sound.sample.id, sound.item, self.loss.null_condition)
+
         sounds = self._sounds(inputs)
         states = self.projector(inputs.incoming[self.reads])
         conditions = states.split([sound.num_conditions for sound in sounds])
@@ -116,17 +120,14 @@ class CodeStage(StageBase):
             by_length.setdefault(sound.num_conditions, []).append(index)
         total = states.new_zeros(())
         for alike in by_length.values():
-            read = torch.stack([self._given(conditions[i], sounds[i], inputs.draw_key) for i in alike])
+            read = torch.stack([self.projector.replaced(conditions[i], is_null(sounds[i])) for i in alike])
             total = total + self._loss_sum([sounds[i].tokens for i in alike], read)
         return StageOutput(None, total)
 
     def _sounds(self, inputs: StageInput) -> list[_Sound]:
         found = []
         for sample, features in zip(inputs.samples, inputs.features, strict=True):
-            counts: dict[int, int] = {}
-            for segment in sample.layouts[self.reads]:
-                if segment.target == self.name:
-                    counts[segment.item] = counts.get(segment.item, 0) + segment.outputs
+            counts = num_conditions(sample, self.reads, self.name)
             own = sample.layouts[self.name]
             sizes, codes = [segment.num_tokens - 1 for segment in own], features["codes"]
             if sum(sizes) != len(codes):
@@ -137,13 +138,6 @@ class CodeStage(StageBase):
             for segment, tokens in zip(own, codes.split(sizes), strict=True):
                 found.append(_Sound(sample, segment.item, counts[segment.item], tokens))
         return found
-
-    def _given(self, conditions: Tensor, sound: _Sound, key: Key) -> Tensor:
-        """A sound's conditions, or the null condition in their place."""
-        drawn = has_null_condition(key, self.name, sound.sample.id, sound.item, self.loss.null_condition)
-        is_null = to_device(torch.tensor(drawn), conditions.device)
-        # The states stay in the graph, with a gradient of zero, so that each sound has a backward.
-        return torch.where(is_null, self.projector.without_conditions(len(conditions)), conditions)
 
     def _loss_sum(self, sounds: Sequence[Tensor], conditions: Tensor) -> Tensor:
         """`sounds`: codes of each; `conditions`: [sounds, conditions, width]."""

@@ -38,7 +38,7 @@ from motet.devices import to_device
 from motet.errors import UserError
 from motet.models.stages.stage import StageBase, StageInput, StageOutput
 from motet.parallel.context.context_attention import ContextParallel
-from motet.plan import ContextOptions
+from motet.plan import CONTRASTIVE, ContextOptions
 from motet.ragged_arrays import Ints
 from motet.schedule.batch_sync import Pair, Shares
 
@@ -239,6 +239,7 @@ class ContrastiveStage(StageBase):
         width: of features.
     """
 
+    name = CONTRASTIVE
     needs_features = False
     layers = (0, 1)
 

@@ -153,8 +153,9 @@ class EncoderStage(StageBase):
         """Whether attention is ours, for shares of the tokens."""
         return self._context is not None
 
-    def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
-        """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
+    def prepare(self, samples: Sequence[Sample]) -> ContextSequence | None:
+        if not self.has_own_attention:
+            return None
         context = self._shared(samples, self.device)
         context.prepare(((None, None),))
         return context

@@ -102,13 +102,23 @@ class Connector(nn.Module):
         """[..., incoming size] -> [..., size]"""
         return self.projector(self.norm(states))
 
-    def without_conditions(self, num_conditions: int) -> Tensor:
-        """[num_conditions, size]"""
-        return self.null.expand(num_conditions, -1)
+    def replaced(self, conditions: Tensor, is_null: bool) -> Tensor:
+        """The null condition in place of all [conditions, size], if `is_null`. The conditions stay in the graph, with a
+        gradient of zero, so that each item has a backward."""
+        return torch.where(to_device(torch.tensor(is_null), conditions.device), self.null, conditions)
 
     def pool(self, conditions: Tensor) -> Tensor | None:
         """[..., conditions, size] -> [..., pooled size]; None: the family has no pooled condition."""
         return None if self.pooled is None else self.pooled(conditions.mean(-2))
+
+
+def num_conditions(sample: Sample, reads: str, name: str) -> dict[int, int]:
+    """For each item that the generator `name` makes, the number of the states of `reads` that condition it."""
+    counts: dict[int, int] = {}
+    for segment in sample.layouts[reads]:
+        if segment.target == name:
+            counts[segment.item] = counts.get(segment.item, 0) + segment.outputs
+    return counts
 
 
 class Item(NamedTuple):
@@ -248,10 +258,7 @@ class GeneratorStage(StageBase):
     def _items(self, samples: Sequence[Sample]) -> list[Item]:
         items = []
         for place, sample in enumerate(samples):
-            counts: dict[int, int] = {}
-            for segment in sample.layouts[self.reads]:
-                if segment.target == self.name:
-                    counts[segment.item] = counts.get(segment.item, 0) + segment.outputs
+            counts = num_conditions(sample, self.reads, self.name)
             items += [Item(sample, place, own, counts[own.item]) for own in sample.layouts[self.name]]
         return items
 
@@ -293,9 +300,8 @@ class GeneratorStage(StageBase):
         rows = []
         for item, conditions in zip(items, connected, strict=True):
             drawn = (key, self.name, item.sample.id, item.segment.item)
-            is_null = to_device(torch.tensor(has_null_condition(*drawn, self.loss.null_condition)), states.device)
-            # The states stay in the graph, with a gradient of zero, so that each image has a backward.
-            conditions = torch.where(is_null, self.projector.without_conditions(item.num_conditions), conditions)
+            is_null = has_null_condition(*drawn, self.loss.null_condition)
+            conditions = self.projector.replaced(conditions, is_null)
             pooled = self.projector.pool(conditions)
             if pooled is not None:
                 width = max(conditions.shape[-1], pooled.shape[-1])

@@ -197,8 +197,9 @@ class LanguageModelStage(CausalStage):
         hand_on_shares(layout.running, takes_share=takes_share, gives_share=gives_share)
         self._takes_share = takes_share
 
-    def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
-        """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
+    def prepare(self, samples: Sequence[Sample]) -> ContextSequence | None:
+        if not self.has_own_attention:
+            return None
         context = self._share(samples, self.device)
         context.prepare(self._reaches)
         return context
@@ -214,9 +215,9 @@ class LanguageModelStage(CausalStage):
         return tokens_of_members(self._documents(samples), rule_of_text(options), options, cp_size)
 
     def num_entering(self, samples: Sequence[Sample], source: str) -> int:
-        """Counts the rows of a module's outputs that enter the stage: of shared tokens, those that this rank holds."""
+        """Of shared tokens, those that this rank holds."""
         if self._context is None or self._context.size == 1:
-            return sum(sample.num_outputs(source, self.name) for sample in samples)
+            return super().num_entering(samples, source)
         sequences = layout_of(samples, self.name, packed=True)
         places = places_of_outputs(samples, self.name, source, sequences)
         return len(self._share(samples, self.device).own(places))

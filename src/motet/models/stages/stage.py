@@ -68,6 +68,12 @@ class StageModule(Protocol):
 
     def output_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]: ...
 
+    def num_entering(self, samples: Sequence[Sample], source: str) -> int:
+        """Counts the rows of another module's outputs that enter the stage on this rank."""
+
+    def prepare(self, samples: Sequence[Sample]) -> object:
+        """Derives what attention of motet's own needs for a coming microbatch, to be held as long as it is."""
+
     def canonical_name(self, local_name: str) -> str:
         """The parameter's name in the whole module, the same under every plan; a tied one: its embedding's."""
 
@@ -83,6 +89,8 @@ class StageModule(Protocol):
 class StageBase(nn.Module):
     """The methods that are alike in most stages, whose children are the module and perhaps its projector."""
 
+    name: str
+
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
@@ -92,6 +100,14 @@ class StageBase(nn.Module):
         super().train(mode)
         keep_frozen_in_eval_mode(*self.children())
         return self
+
+    def num_entering(self, samples: Sequence[Sample], source: str) -> int:
+        """All."""
+        return sum(sample.num_outputs(source, self.name) for sample in samples)
+
+    def prepare(self, samples: Sequence[Sample]) -> object:
+        """Its attention is that of its model."""
+        return None
 
     def canonical_name(self, local_name: str) -> str:
         """As in the whole module."""

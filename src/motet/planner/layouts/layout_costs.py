@@ -2,15 +2,17 @@
 
 `bound_s` is a lower bound of the layout's iteration under *any* schedule. A group of ranks cannot begin before the
 input of its first layers has been computed (head), then does all of its own work, and after its last action other
-groups still have theirs (tail). Heads and tails are those of the lightest microbatch. Work is exact if the batch is cut
-evenly, because costs are linear in the loads, and a lower bound otherwise. Messages, reductions and exchanges of
-context-parallel groups count as free, and memory is ignored.
+groups still have theirs (tail). The same holds for some of its runs of layers by themselves. Heads and tails are those
+of the lightest microbatch. Work is exact if the batch is cut evenly, because costs are linear in the loads, and a lower
+bound otherwise. Messages, reductions and exchanges of context-parallel groups count as free, and memory is ignored.
 `needed_bytes` is an estimate of static bytes and of what 1F1B saves for typical microbatches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
+from operator import itemgetter
 
 from motet.costs.estimator import LayerTime
 from motet.costs.memory import usable_bytes
@@ -40,6 +42,26 @@ _Part = tuple[Chunk, _Sums, int, int]
 """A chunk, the sums of its module, its first layer and the one after its last."""
 
 
+_Run = tuple[float, float, float, float]
+"""Of a chunk: seconds before it, seconds after it, its work, and the part of it that may come after everything else."""
+
+
+def _end_s(runs: list[_Run]) -> float:
+    """The end of a group by the bound of one machine: of any of its runs, those that begin late and are followed by
+    much bound it by themselves."""
+    latest = 0.0
+    for key in (0, 1):
+        work = free = 0.0
+        least = inf
+        for run in sorted(runs, key=itemgetter(key), reverse=True):
+            work += run[2]
+            free += run[3]
+            least = min(least, run[1 - key])
+            head, tail = (run[0], least) if key == 0 else (least, run[1])
+            latest = max(latest, head + work + max(0.0, tail - free))
+    return latest
+
+
 class LayoutCosts:
     """Estimates for the layouts of one problem; results are remembered."""
 
@@ -63,22 +85,13 @@ class LayoutCosts:
     def ends_s(self, layout: Layout, *, split_backward: bool) -> list[float]:
         """For each group, a lower bound of the time until all that must follow its work is done."""
         heads, tails = self._heads_and_tails(layout)
-        work, weight = [0.0] * len(layout.group_sizes), [0.0] * len(layout.group_sizes)
-        head, tail = [float("inf")] * len(work), [float("inf")] * len(work)
         number = self.problem.num_microbatches
-        for (chunk, sums, a, b), before, after in zip(self._parts(layout), heads, tails, strict=True):
-            group = chunk.group
+        runs: list[list[_Run]] = [[] for _ in layout.group_sizes]
+        for (chunk, sums, a, b), head, tail in zip(self._parts(layout), heads, tails, strict=True):
             seconds = sums.forward_s[b] - sums.forward_s[a] + sums.backward_s[b] - sums.backward_s[a]
-            work[group] += number * seconds
-            weight[group] += number * (sums.weight_s[b] - sums.weight_s[a])
-            if before < head[group]:
-                head[group] = before
-            if after < tail[group]:
-                tail[group] = after
-        return [
-            h + w + (max(0.0, t - free) if split_backward else t)
-            for h, w, t, free in zip(head, work, tail, weight, strict=True)
-        ]
+            weight_s = sums.weight_s[b] - sums.weight_s[a] if split_backward else 0.0
+            runs[chunk.group].append((head, tail, number * seconds, number * weight_s))
+        return [_end_s(own) for own in runs]
 
     def _parts(self, layout: Layout) -> list[_Part]:
         """The chunks with their sums and layers. Those of the last layout are kept, as several estimates need them."""

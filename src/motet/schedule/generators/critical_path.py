@@ -12,7 +12,6 @@ are held. Of large problems fewer policies are tried (`MAX_TRIED`).
 """
 
 from collections.abc import Iterator
-from itertools import islice
 from math import inf
 
 import numpy as np
@@ -33,8 +32,14 @@ POLICIES = tuple(
 """Those that were best on a few of Cornstarch's models come first, unlike ones next to each other."""
 NUM_IMPROVED = 1
 """How often each schedule is improved: a second time rarely gains anything."""
+PER_POLICY = 1 + NUM_IMPROVED
+"""Schedules of each policy."""
 MAX_TRIED = 12_000
 """Cells of a pipeline that are scheduled at most, in all tries together."""
+MAX_IDLE_TRIES = 4
+"""Policies in a row that make no pipeline's schedule shorter, after which no others are tried for it."""
+LEAST_GAIN = 1e-3
+"""Share by which a schedule must become shorter to count for that."""
 
 
 def critical_path(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -42,21 +47,23 @@ def critical_path(routes: Routes, costs: Durations | None = None, *, memory: Mem
     ranks = Ranks(routes)
     clock = ListClock(routes, ranks, costs or unit_duration, memory, splits=True)
     num_cells = np.bincount(np.array(clock.pipeline)[routes.cell_stage], minlength=clock.num_pipelines)
-    # The same number for a pipeline, whether others are simulated too or not.
     num_tries = np.maximum(1, MAX_TRIED // np.maximum(1, num_cells)).tolist()
     lists: list[list[int]] = [[] for _ in ranks.stages_of_unit]
-    best_s = [inf] * clock.num_pipelines
-    for number, tried in enumerate(islice(_tries(clock), max(num_tries))):
-        is_better = [
-            number < num_tries[p] and new_s < old_s
-            for p, (new_s, old_s) in enumerate(zip(clock.ended_s, best_s, strict=True))
-        ]
+    best_s, last_gain = [inf] * clock.num_pipelines, [0] * clock.num_pipelines
+    left = set(range(clock.num_pipelines))
+    for number, tried in enumerate(_tries(clock), start=1):
+        better = {p for p in left if clock.ended_s[p] < best_s[p]}
         for unit, stages in enumerate(ranks.stages_of_unit):
-            if stages and is_better[clock.pipeline[stages[0]]]:
+            if stages and clock.pipeline[stages[0]] in better:
                 lists[unit] = tried[unit]
-        best_s = [
-            new_s if better else old_s for new_s, old_s, better in zip(clock.ended_s, best_s, is_better, strict=True)
-        ]
+        for p in better:
+            if clock.ended_s[p] < best_s[p] * (1 - LEAST_GAIN):
+                last_gain[p] = number
+            best_s[p] = clock.ended_s[p]
+        # Each pipeline has the same tries, whether others are simulated too or not.
+        left = {p for p in left if number < num_tries[p] and number < last_gain[p] + MAX_IDLE_TRIES * PER_POLICY}
+        if not left:
+            break
     return ranks.schedule(routes, lists)
 
 
