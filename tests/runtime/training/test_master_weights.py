@@ -45,6 +45,7 @@ def test_masters_are_what_float32_gradients_make_of_them() -> None:
 
 LAYOUTS = [
     Scenario(dtype="bfloat16", placement="shared", llm_pp=2, tp=2, sequence_parallel=True, schedule="zero_bubble_h1"),
+    Scenario(dtype="bfloat16", placement="shared", llm_pp=2, tp=2, sequence_parallel=True, recompute=True),
     Scenario(dtype="bfloat16", placement="shared", llm_pp=2, dp=2, fully_sharded=True, sharded_replicas=2),
 ]
 

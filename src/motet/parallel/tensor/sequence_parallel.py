@@ -8,9 +8,10 @@ length from it, and their row linears sum and scatter.
 The length of the whole sequence cannot be read off a share. It travels from layer to layer on the activation itself, as
 an attribute, and not in some variable: a layer may be recomputed in the backward pass, when other microbatches have run
 since. transformers recomputes a layer's `forward` without the layer's hooks, so the length is read again by the first
-part of the layer that is given the activation. Limits: nothing but layers may touch the activations between them, and
-checkpointing must be the non-reentrant kind without hooks on saved tensors (offloading). Else the attribute is lost: an
-`AssertionError`, never a wrong result.
+part of the layer that is given the activation. Where hooks on saved tensors are in force (`save_less`), autograd gives
+another tensor with the same memory, so the length is noted on the memory too. Limits: nothing but layers may touch the
+activations between them, and checkpointing must be the non-reentrant kind without offloading. Else the length is lost:
+an `AssertionError`, never a wrong result.
 """
 
 import re
@@ -213,7 +214,11 @@ def _attach_to_layers(layers: Sequence[nn.Module], running: Running, tp: TensorP
         return scatter
 
     def read_again(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running.length = getattr(args[0] if args else kwargs.get("hidden_states"), _LENGTH, running.length)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            return
+        known = getattr(hidden, _LENGTH, None)
+        running.length = getattr(hidden.untyped_storage(), _LENGTH, running.length) if known is None else known
 
     def mark(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         note_length(output if isinstance(output, Tensor) else output[0], running.length)
@@ -236,6 +241,7 @@ def _attach_to_layers(layers: Sequence[nn.Module], running: Running, tp: TensorP
 def note_length(shard: Tensor, length: int | None) -> Tensor:
     """Notes the length of the whole sequence on a share of it, and how often the share has been written to."""
     setattr(shard, _LENGTH, length)
+    setattr(shard.untyped_storage(), _LENGTH, length)
     setattr(shard, _VERSION, shard._version)
     return shard
 
