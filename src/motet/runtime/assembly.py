@@ -14,7 +14,7 @@ from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.codes import CodeStage
 from motet.models.stages.generator import GeneratorStage
 from motet.models.stages.language_model import LanguageModelStage
-from motet.models.stages.stage import StageModule
+from motet.models.stages.stage import StageBase, StageModule
 from motet.parallel.activations import HasBlocks, compile_blocks, treat_activations
 from motet.parallel.adapters import add_adapters
 from motet.parallel.float8_linears import ALIGNMENT, check_float8, num_float8_linears, use_float8_linears
@@ -188,7 +188,12 @@ def make_stage(
     `packed_attention`: as in run files. `recompute`: a kind of recomputation. `compile_backend`: with which blocks are
     compiled; None: they are not. `fuses_kernels`: norms, rotations and gated MLPs run by fused kernels. `uses_float8`:
     trained linears of blocks compute in float8."""
+    trained = {name for name, part in node.parts.items() if any(p.requires_grad for p in part.parameters())}
+    if node.adapters is not None:
+        trained.add("module")
     stage = node.make_stage(layers, packing=packing)
+    if isinstance(stage, StageBase):
+        stage.trained_parts = frozenset(trained)
     if fuses_kernels:
         use_fused_kernels(stage)
     if packing and isinstance(stage, LanguageModelStage):

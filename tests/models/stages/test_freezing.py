@@ -1,5 +1,8 @@
 """What is frozen, as the papers' listings say it, and that it stays so; the papers' names of things."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 from recomputing import recomputing
@@ -12,6 +15,9 @@ from motet.models.graph import EncoderModule, ModalityModule
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.adapters import Adapters
+from motet.parallel.tensor.tensor_collectives import TensorParallel
+from motet.runtime.assembly import make_stage
 
 
 def make(**options) -> MultimodalModule:
@@ -154,3 +160,21 @@ def test_a_projector_of_the_users_own_is_registered_once() -> None:
     names = [name for name in module.state_dict() if name.endswith("weight") and module.state_dict()[name] is not None]
     assert [name for name in names if "projector" in name] == ["projector.weight"]
     assert module.projector is projector
+
+
+@pytest.mark.parametrize("trained", ["nothing", "blocks", "adapters"])
+def test_dropout_does_not_depend_on_where_a_module_is_cut(trained: str) -> None:
+    """A stage of the embedding alone, of which nothing is trained, is in training mode if the module is."""
+    node = make().nodes["language_model"]
+    node.parts["module"].requires_grad_(False)
+    if trained == "blocks":
+        node.parts["module"].get_submodule("model.layers").requires_grad_(True)
+    if trained == "adapters":
+        node = replace(node, adapters=Adapters(rank=2, alpha=2.0, dropout=0.0, targets=None, seed=0))
+    alone = TensorParallel(group=None, rank=0, size=1)
+    for layers in ((0, 1), (0, node.num_layers)):
+        stage = make_stage(deepcopy(node), layers, alone, torch.device("cpu"), packing=False, recompute=None)
+        stage.train()
+        assert stage.module.training == (trained != "nothing")
+        stage.eval()
+        assert not stage.module.training

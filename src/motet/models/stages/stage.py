@@ -90,6 +90,9 @@ class StageBase(nn.Module):
     """The methods that are alike in most stages, whose children are the module and perhaps its projector."""
 
     name: str
+    trained_parts: frozenset[str] = frozenset()
+    """Names of those children of which some stage trains something, though perhaps not this one. As in the whole
+    module, their dropout is in force wherever the module is cut."""
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +101,7 @@ class StageBase(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        keep_frozen_in_eval_mode(*self.children())
+        keep_frozen_in_eval_mode(*(part for name, part in self.named_children() if name not in self.trained_parts))
         return self
 
     def num_entering(self, samples: Sequence[Sample], source: str) -> int:
