@@ -1,7 +1,7 @@
 """Language-model stages cut over a tensor-parallel group against the same model in one stage on one process."""
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,7 +121,8 @@ def test_stages_that_share_keys_and_values_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["gemma4_text"]()))
 
     class Node:
-        name, family = "lm", "gemma4_text"
+        name, family, adapters = "lm", "gemma4_text", None
+        parts: ClassVar = {"module": model}
 
         def make_stage(self, layers: LayerRange, **options: Any) -> LanguageModelStage:
             return LanguageModelStage("lm", copy.deepcopy(model), layers, **options)
