@@ -243,7 +243,7 @@ def test_no_plan_of_a_search_is_faster_than_the_bound_for_its_sizes(monkeypatch,
             mixed=any(len({stage.tp_size for stage in own}) > 1 for own in stages.values()),
         )
         assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"{evaluation.plan}"
-    assert len(found) > 20
+    assert len(found) > 10
 
 
 def kept(evaluations, found):
