@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> Report:
         error = foreseen / measured.median - 1
         has_sign = measured.low > 1 or measured.high < 1
         # A prediction of no change agrees with no sign.
-        agrees = not has_sign or (foreseen - 1) * (measured.median - 1) > 1e-6
+        agrees = not has_sign or (abs(foreseen - 1) > 1e-6 and (foreseen > 1) == (measured.median > 1))
         num_wrong += abs(error) > TOLERANCE or not agrees
         sign = ("same" if agrees else "other") if has_sign else "none: quartiles around 1"
         rows.append((mechanism, given, other, f"{foreseen:.3f}", measured.text(1, 3), f"{error:+.1%}", sign))

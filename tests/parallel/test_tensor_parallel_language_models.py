@@ -1,7 +1,7 @@
 """Language-model stages cut over a tensor-parallel group against the same model in one stage on one process."""
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ def test_stages_that_share_keys_and_values_are_refused() -> None:
 
     class Node:
         name, family, adapters = "lm", "gemma4_text", None
-        parts: ClassVar = {"module": model}
+        trained_parts = frozenset({"module"})
 
         def make_stage(self, layers: LayerRange, **options: Any) -> LanguageModelStage:
             return LanguageModelStage("lm", copy.deepcopy(model), layers, **options)

@@ -51,7 +51,7 @@ def test_replicas_share_parameters_of_a_model_without_pipelines() -> None:
 def test_ranks_of_a_node_share_the_experts_of_a_mixture() -> None:
     problem, choice = choice_of("mixture_16_h100")
     assert choice.evaluation.plan.modules[LM].ep == problem.cluster.devices_per_node
-    without = choose(replace(problem, may_share_experts=False))
+    without = choose(replace(problem, survives_losses=True))
     assert without.evaluation.iteration_time_s > 1.1 * choice.evaluation.iteration_time_s
 
 
@@ -61,6 +61,5 @@ def test_nothing_is_shared_where_ranks_may_be_lost(example: str) -> None:
         ROOT / "examples" / "layout" / f"{example}.yaml", ["train.failures.tolerate=1", "cluster.device=cpu"]
     )
     problem = read_problem(config)
-    assert not problem.may_share_experts
     assert problem.survives_losses
     assert not problem.may_share_parameters

@@ -176,6 +176,12 @@ class ModuleNode(ABC):
         """`module` and, if there is one, `projector`: what is frozen or trained as a whole."""
 
     @property
+    def trained_parts(self) -> frozenset[str]:
+        """The names of the parts of which something is trained, or will be once adapters are there."""
+        trained = {name for name, part in self.parts.items() if any(p.requires_grad for p in part.parameters())}
+        return frozenset(trained if self.adapters is None else {*trained, "module"})
+
+    @property
     @abstractmethod
     def num_layers(self) -> int: ...
 

@@ -766,7 +766,7 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
 
 def may_share_experts(problem: PlanningProblem) -> bool:
     """Whether a module has experts that ranks can share, of a family that has been shown equal with it."""
-    return problem.may_share_experts and any(
+    return not problem.survives_losses and any(
         module.workload.numbers_of_experts and SHOWN_EQUAL.get(module.workload.family, frozenset()) >= OF_EXPERTS
         for module in problem.modules.values()
     )

@@ -180,11 +180,9 @@ class PlanningProblem:
     may_share_parameters: bool = True
     """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
     lost."""
-    may_share_experts: bool = True
-    """Whether planners may distribute experts over ranks; they may not where one may be lost."""
     survives_losses: bool = False
-    """Whether training goes on after the loss of a node (`train.failures`). Planner `auto` then moves no ranks of
-    several replicas to one node."""
+    """Whether training goes on after the loss of a node (`train.failures`). Planners then distribute no experts over
+    ranks, and `auto` moves no ranks of several replicas to one node."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None

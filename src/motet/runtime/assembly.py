@@ -188,12 +188,10 @@ def make_stage(
     `packed_attention`: as in run files. `recompute`: a kind of recomputation. `compile_backend`: with which blocks are
     compiled; None: they are not. `fuses_kernels`: norms, rotations and gated MLPs run by fused kernels. `uses_float8`:
     trained linears of blocks compute in float8."""
-    trained = {name for name, part in node.parts.items() if any(p.requires_grad for p in part.parameters())}
-    if node.adapters is not None:
-        trained.add("module")
+    trained_parts = node.trained_parts  # A stage takes the module over.
     stage = node.make_stage(layers, packing=packing)
-    if isinstance(stage, StageBase):
-        stage.trained_parts = frozenset(trained)
+    assert isinstance(stage, StageBase)
+    stage.trained_parts = trained_parts
     if fuses_kernels:
         use_fused_kernels(stage)
     if packing and isinstance(stage, LanguageModelStage):

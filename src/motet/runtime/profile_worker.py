@@ -39,22 +39,24 @@ def profile_in_processes(
 
     Args:
         batch: where microbatches are drawn from.
-        degrees: names of modules and degrees; a name may occur several times.
+        degrees: names of modules and degrees. A name may occur several times; of several contexts that share its tokens
+            alike, which a cost table does not tell apart, the first is measured.
         options: without sharing; None: those of the run file.
-        num_devices: on which processes run at the same time.
+        num_devices: number of devices; a process runs on each.
     """
     names = list(read_graph(config).names)
-    modules_shared: dict[Sharing, tuple[ContextOptions, list[str]]] = {Sharing(): (ContextOptions(), names)}
+    modules_shared: dict[tuple[Sharing, ContextOptions], list[str]] = {(Sharing(), ContextOptions()): names}
+    known = {(name, Sharing()) for name in names}
     for name, given in degrees:
         alone = Sharing(given.tp)
         groups = [(alone, ContextOptions())]
         sharing = Sharing.of(given.tp, given.cp, given.context, given.ep)
         if sharing != alone and sharing.num_ranks <= num_devices:
-            groups.append((sharing, given.context))
-        for group, context in groups:
-            _, measured = modules_shared.setdefault(group, (context, []))
-            if name not in measured:
-                measured.append(name)
+            groups.append((sharing, given.context if given.cp > 1 else ContextOptions()))
+        for group in groups:
+            if (name, group[0]) not in known:
+                known.add((name, group[0]))
+                modules_shared.setdefault(group, []).append(name)
     usual = options or ProfileOptions(
         microbatch_sizes=_sizes(config), parameter_dtype=PARAMETER_DTYPES[config.train.dtype]
     )
@@ -69,7 +71,7 @@ def profile_in_processes(
             num_processes=max(1, num_devices // sharing.num_ranks) * sharing.num_ranks,
             device=config.cluster.device,
         )
-        for sharing, (context, names) in sorted(modules_shared.items(), key=lambda item: item[0])
+        for (sharing, context), names in sorted(modules_shared.items(), key=lambda item: item[0][0])
     ]
     return first.with_costs_of(others)
 

@@ -8,7 +8,11 @@ from quick_profile import profile_quickly
 from tiny_run import write_tiny_run
 
 from motet import api
-from motet.costs.cost_model import Load
+from motet.config.run_file import load_run_config
+from motet.costs.cost_model import CostTable, Load, Sharing
+from motet.plan import ContextOptions
+from motet.planner.problem import Degrees
+from motet.runtime import profile_worker
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -49,3 +53,22 @@ def test_groups_are_measured_with_what_they_exchange(tmp_path, monkeypatch, degr
     assert seconds[0] != seconds[1]
     # On a busy machine the fit of one layer can be 0.
     assert any(layer.forward.seconds(Load(tokens=100, pairs=5000)) > 0 for layer in costs.layers)
+
+
+def test_each_module_is_measured_under_its_own_context(tmp_path, monkeypatch):
+    """Modules that share their tokens alike, but in blocks of other sizes, are not measured together."""
+    launched = []
+
+    def launch(worker, config, batch, names, options, context, **processes):
+        launched.append((names, options.sharing, context))
+        return CostTable(modules={}, source="profiled", hardware="", date="")
+
+    monkeypatch.setattr(profile_worker, "launch", launch)
+    monkeypatch.setattr(CostTable, "with_costs_of", lambda table, others: table)
+    small, large = (Degrees(cp=2, context=ContextOptions(block_size=size)) for size in (16, 64))
+    degrees = [("vision", small), ("language_model", large), ("language_model", small), ("audio", Degrees())]
+    config = load_run_config(write_tiny_run(tmp_path))
+    profile_worker.profile_in_processes(config, None, degrees, num_devices=2)
+    shared = Sharing.of(1, 2, small.context, 1)
+    assert launched[0] == (("vision", "audio", "language_model"), Sharing(), ContextOptions())
+    assert launched[1:] == [(("vision",), shared, small.context), (("language_model",), shared, large.context)]

@@ -30,7 +30,7 @@ SCHEMA = pa.schema([("data", pa.large_binary())])
 DESCRIBE = "describe"
 """The action that returns the facts of the server."""
 POLL_S = 0.5
-"""Longest time from a signal to the server's end, calls that are being answered apart."""
+"""Longest time from a signal until the shutdown begins."""
 
 
 @dataclass(frozen=True)

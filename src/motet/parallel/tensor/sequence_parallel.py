@@ -10,8 +10,8 @@ an attribute, and not in some variable: a layer may be recomputed in the backwar
 since. transformers recomputes a layer's `forward` without the layer's hooks, so the length is read again by the first
 part of the layer that is given the activation. Where hooks on saved tensors are in force (`save_less`), autograd gives
 another tensor with the same memory, so the length is noted on the memory too. Limits: nothing but layers may touch the
-activations between them, and checkpointing must be the non-reentrant kind without offloading. Else the length is lost:
-an `AssertionError`, never a wrong result.
+activations between them, and checkpointing must be the non-reentrant kind without offloading. Else the length is lost,
+and the next gather ends with an `AssertionError`. Each share has memory of its own, so one length for each is enough.
 """
 
 import re

@@ -47,8 +47,8 @@ _Run = tuple[float, float, float, float]
 
 
 def _end_s(runs: list[_Run]) -> float:
-    """The end of a group by the bound of one machine: of any of its runs, those that begin late and are followed by
-    much bound it by themselves."""
+    """Lower bound of a group's end: the largest, over sets of its runs, of least head + work + least tail (one machine
+    with heads and tails). Sets are the runs with the latest heads, and those with the longest tails."""
     latest = 0.0
     for key in (0, 1):
         work = free = 0.0
