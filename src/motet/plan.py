@@ -61,7 +61,7 @@ class Replica:
 
     stages: tuple[Stage, ...]
 
-    @property
+    @cached_property
     def shares_context(self) -> bool:
         """Whether some stage has context parallelism: samples are then packed in all stages."""
         return any(stage.cp_size > 1 for stage in self.stages)

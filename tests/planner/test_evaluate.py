@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from small_problem import sample, small_problem
 
-from motet.planner.evaluate import evaluate, under_schedule
+from motet.planner.evaluate import Simulations, evaluate, under_schedule
 from motet.planner.registry import PLANNERS, Degrees, make_plan
 from motet.report.plan_report import report_evaluation
 from motet.schedule.generators import GENERATORS
@@ -64,6 +64,19 @@ def test_another_schedule_of_the_same_plan_is_what_it_would_be_evaluated_anew(de
         assert found.plan == anew.plan
         assert found.iteration_time_s == anew.iteration_time_s
         assert found.result.peak_memory_bytes == anew.result.peak_memory_bytes
+
+
+def test_each_plan_of_a_search_is_simulated_once(monkeypatch):
+    problem, simulations = four_pipelines(), Simulations()
+    plan = PLANNERS["megatron_balanced"].plan(problem)
+    first = simulations.evaluate(problem, plan)
+    other = simulations.under_schedule(first, "gpipe")
+    monkeypatch.setattr("motet.planner.evaluate._simulated", None)
+    assert simulations.evaluate(problem, replace(plan)) is first
+    assert simulations.under_schedule(other, plan.schedule) is first
+    assert simulations.evaluate(problem, replace(plan, schedule="gpipe")) is other
+    with pytest.raises(TypeError):
+        simulations.under_schedule(first, "eager_1f1b")
 
 
 def test_planners_plans_too():

@@ -221,6 +221,18 @@ def test_what_begins_late_bounds_the_iteration_by_itself(monkeypatch):
     assert bound > 1.01 * problem_lower_bound_s(problem, num_replicas=numbers)
 
 
+def test_a_projector_on_every_rank_does_not_hide_what_must_follow_the_others(monkeypatch):
+    """Each replica of the encoder has a trained projector, which nothing follows, so all ranks could end with one. But
+    these are little work; the frozen language model's last backwards leave most ranks without any."""
+    problem = cornstarch_problem("VALM-MM", llm="M")
+    sizes = {"vision": (1,), "audio": (2,), "language_model": (2,)}
+    numbers = {"vision": (12,), "audio": (2,), "language_model": (1,)}
+    bound = problem_lower_bound_s(problem, num_replicas=numbers, tp=sizes)
+    for term in ("_work_of_some", "_in_windows"):
+        monkeypatch.setattr(f"motet.planner.lower_bound.{term}", lambda problem, layers, from_s, to_s: from_s)
+    assert bound > 1.01 * problem_lower_bound_s(problem, num_replicas=numbers, tp=sizes)
+
+
 @pytest.mark.parametrize("model", ["VLM-S", *in_campaigns(["ALM-M", "VALM-SS", "VALM-LM"])])
 def test_no_plan_of_a_search_is_faster_than_the_bound_for_its_sizes(monkeypatch, model):
     """The named planners' plans, and all that `auto` simulates."""

@@ -55,6 +55,10 @@ class Terms:
 NOTHING = Terms(0.0, float("inf"), "none")
 
 
+MANY_BYTES = 1e15
+"""A size of tensors at which latencies do not matter."""
+
+
 def communicator_bytes(needed: Communicators, num_ranks: int) -> list[int]:
     """Device memory of each rank's NCCL communicators: receive buffers of the rings of its groups and of the links on
     which it receives. Computed, not measured."""
@@ -97,7 +101,7 @@ def gather_s_per_byte(cluster: Cluster, num_ranks: int, most_in_node: int) -> fl
     # How the ranks are divided among nodes matters only by the most on a node, and by whether all nodes have as many.
     for in_node in range(1, min(num_ranks, most_in_node) + 1):
         ranks = [i // in_node * cluster.devices_per_node + i % in_node for i in range(num_ranks)]
-        fastest = max(fastest, collective_terms(cluster, "all_gather", ranks).bytes_per_s)
+        fastest = max(fastest, collective_terms(cluster, "all_gather", ranks, MANY_BYTES).bytes_per_s)
     return 1 / fastest
 
 

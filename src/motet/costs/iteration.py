@@ -88,6 +88,8 @@ class IterationCosts:
         self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._saved_of_layer: dict[tuple[int, LayerGradients, Load, int, bool], tuple[int, int]] = {}
+        """By the layer's identity, as layers of equal shape are one object."""
         self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
@@ -407,31 +409,32 @@ class IterationCosts:
         gathers = gathers or module.sequence_parallel or first.treatment == "offloaded"
         is_counted = first.saved_vectors > 0 and not gathers and not workload.num_time_vectors
         return (0 if is_counted else self._saved_input(kind, load)) + sum(
-            count
-            * saved_layer_bytes(
-                layer,
-                self._load_on_rank(kind, layer, load),
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                tp_size=kind.stage.tp_size,
-                options=self.memory,
-                sequence_parallel=module.sequence_parallel,
-            )
-            for layer, needs, count in kind.different
+            count * self._saved_by_layer(kind, layer, needs, load)[0] for layer, needs, count in kind.different
         )
 
     def _saved_half(self, kind: CellKind, load: Load) -> int:
-        return sum(
-            count
-            * half_saved_layer_bytes(
+        return sum(count * self._saved_by_layer(kind, layer, needs, load)[1] for layer, needs, count in kind.different)
+
+    def _saved_by_layer(self, kind: CellKind, layer: LayerShape, needs: LayerGradients, load: Load) -> tuple[int, int]:
+        """Bytes that a layer saves in its forward, and in the input half of its backward."""
+        own, tp_size = self._load_on_rank(kind, layer, load), kind.stage.tp_size
+        sequence_parallel = self.plan.modules[kind.module].sequence_parallel
+        key = id(layer), needs, own, tp_size, sequence_parallel
+        if key not in self._saved_of_layer:
+            whole = saved_layer_bytes(
                 layer,
-                self._load_on_rank(kind, layer, load),
+                own,
+                input_gradient=needs.input_gradient,
                 weight_gradient=needs.weight_gradient,
-                tp_size=kind.stage.tp_size,
+                tp_size=tp_size,
                 options=self.memory,
+                sequence_parallel=sequence_parallel,
             )
-            for layer, needs, count in kind.different
-        )
+            half = half_saved_layer_bytes(
+                layer, own, weight_gradient=needs.weight_gradient, tp_size=tp_size, options=self.memory
+            )
+            self._saved_of_layer[key] = whole, half
+        return self._saved_of_layer[key]
 
     def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
         """The part of the layer that each rank of the stage computes."""

@@ -293,11 +293,15 @@ def _inputs(layer: LayerShape) -> Sequence[Linear]:
 
 
 def _rows(linear: Linear, layer: LayerShape, load: Load) -> float:
-    rows = {
-        "tokens": load.tokens * layer.resolution,
-        "outputs": load.outputs,
-        "incoming": load.incoming,
-        "joint": load.tokens * layer.resolution + load.incoming,
-        "sequences": load.sequences,
-    }
-    return rows[linear.rows] * linear.rows_per_token
+    match linear.rows:
+        case "tokens":
+            rows = load.tokens * layer.resolution
+        case "outputs":
+            rows = load.outputs
+        case "incoming":
+            rows = load.incoming
+        case "joint":
+            rows = load.tokens * layer.resolution + load.incoming
+        case "sequences":
+            rows = load.sequences
+    return rows * linear.rows_per_token

@@ -53,7 +53,7 @@ from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import Plan
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.ending import Progress, silent, until
-from motet.planner.evaluate import Evaluation, evaluate, under_schedule
+from motet.planner.evaluate import Evaluation, Simulations, evaluate
 from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.degrees import check_degrees, cp_sizes
 from motet.planner.layouts.layout import Layout, Placement, layout_plan
@@ -81,6 +81,10 @@ MAX_ACTIONS = 15_000
 """Limit on the actions of all simulations of the best plan under other schedules, and of those of the next ones."""
 NUM_RESCHEDULED = 3
 """Number of the best plans that are tried under other schedules."""
+MAX_SEARCHED_ACTIONS = 100_000
+"""Actions of all simulations of a search for each `NUM_SEARCHED_DEVICES`, after which only the best plan is improved
+further: larger clusters are searched for longer."""
+NUM_SEARCHED_DEVICES = 64
 UNLIMITED_BYTES = 2**60
 MAX_VARIANTS = 16
 """Chains of all variants that are simulated."""
@@ -265,6 +269,7 @@ class _Search:
         self.problem, self.planners, self.placement = problem, planners, placement
         self.schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
         self._progress = progress
+        self.simulations = Simulations()
         self.evaluations: list[Evaluation] = []
         self.named: dict[str, Evaluation] = {}
         self.too_slow: dict[str, float] = {}
@@ -293,9 +298,28 @@ class _Search:
         for evaluation in found:
             is_better = not self.evaluations or rank(evaluation) < rank(min(self.evaluations, key=rank))
             self.evaluations.append(evaluation)
+            self.simulations.add(evaluation)
             if is_better:
                 fits = "" if evaluation.fits else ", does not fit"
                 self._progress(f"{what}: {evaluation.iteration_time_s * 1e3:.2f} ms{fits}")
+
+    def _best(self) -> list[Evaluation]:
+        """The best `NUM_RESCHEDULED`, or only one if much has been simulated, best first; plans that differ only in
+        sequence parallelism count once."""
+        most = 1 if self._has_searched_long() else NUM_RESCHEDULED
+        best: list[Evaluation] = []
+        contents: list[object] = []
+        for evaluation in sorted(self.evaluations, key=rank):
+            plan = evaluation.plan
+            content = plan.schedule, {name: module.replicas for name, module in plan.modules.items()}
+            if len(best) < most and content not in contents:
+                best.append(evaluation)
+                contents.append(content)
+        return best
+
+    def _has_searched_long(self) -> bool:
+        limit = MAX_SEARCHED_ACTIONS * -(-self.problem.num_devices // NUM_SEARCHED_DEVICES)
+        return sum(e.num_actions for e in self.evaluations) >= limit
 
     def _fastest_s(self) -> float:
         return min((e.iteration_time_s for e in self.evaluations if e.fits), default=inf)
@@ -319,7 +343,7 @@ class _Search:
                 continue
             if num_actions + each.num_actions > MAX_VARIANT_ACTIONS:
                 continue
-            evaluation = evaluate(each.problem, layout_plan(each.problem, each.layout))
+            evaluation = self.simulations.evaluate(each.problem, layout_plan(each.problem, each.layout))
             num_actions += evaluation.num_actions
             num_misfits += not evaluation.fits
             self.add([evaluation], "a chain")
@@ -335,7 +359,7 @@ class _Search:
             cutoff_s = self._fastest_s() if self.problem.schedules is None else inf
             try:
                 plan = make_plan(self.problem.with_cutoff(cutoff_s), placement=self.placement)
-                evaluation = evaluate(self.problem, plan)
+                evaluation = self.simulations.evaluate(self.problem, plan)
             except TooSlowError as error:
                 self.too_slow[name] = error.at_least_s
                 continue
@@ -343,7 +367,7 @@ class _Search:
                 self.refused[name] = str(error)
                 continue
             is_allowed = evaluation.plan.schedule in self.schedules
-            allowed = [evaluation] if is_allowed else _under(evaluation, self.schedules)
+            allowed = [evaluation] if is_allowed else self._under(evaluation, self.schedules)
             if allowed:
                 self.named[name] = min(allowed, key=rank)
                 self.add([self.named[name]], name)
@@ -373,16 +397,17 @@ class _Search:
 
     def _improve(self) -> None:
         """Tries the best plans with shared parameters, sequence parallelism and other schedules."""
-        self.add(_sharing(self.evaluations), "parameters shared")
+        self.add(self._sharing(), "parameters shared")
         self.add(
-            [found for each in _best(self.evaluations) for found in _sequence_parallel(each)], "sequence parallelism"
+            [found for each in self._best() for found in self._sequence_parallel(each)],
+            "sequence parallelism",
         )
-        for each in _best(self.evaluations):
+        for each in self._best():
             variants = context_variants(each.problem, each.plan)
-            self.add([evaluate(each.problem, plan) for plan in variants], "another exchange of keys")
-        self.add(_rescheduled(_best(self.evaluations), self.schedules), "another schedule")
+            self.add([self.simulations.evaluate(each.problem, plan) for plan in variants], "another exchange of keys")
+        self.add(self._rescheduled(self._best()), "another schedule")
         best = min(self.evaluations, key=rank)
-        self.add(_sequence_parallel(best), "sequence parallelism")
+        self.add(self._sequence_parallel(best), "sequence parallelism")
         # Sequence parallelism saves activations too, so a faster plan that does not fit may fit with it.
         missed = [
             e
@@ -394,7 +419,67 @@ class _Search:
         ]
         if missed:
             fastest = min(missed, key=lambda e: e.iteration_time_s)
-            self.add(_sequence_parallel(fastest), "sequence parallelism")
+            self.add(self._sequence_parallel(fastest), "sequence parallelism")
+
+    def _sharing(self) -> list[Evaluation]:
+        """The fastest plans that do not fit, with parameters that replicas share."""
+        missed = [
+            e
+            for e in self.evaluations
+            if not e.fits
+            and e.iteration_time_s < self._fastest_s()
+            and not e.problem.memory.zero1
+            and all(module.ep == 1 for module in e.plan.modules.values())
+        ]
+        tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
+        return [
+            self.simulations.evaluate(each.problem, plan)
+            for each in tried
+            for plan in sharing_plans(each.problem, each.plan)
+            if not plan.run_ahead or why_not_ahead(plan) is None
+        ]
+
+    def _sequence_parallel(self, evaluation: Evaluation) -> list[Evaluation]:
+        """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs
+        are known; else nothing."""
+        problem, plan = evaluation.problem, evaluation.plan
+        cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
+        sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
+        if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
+            return []
+        takers = {
+            name for name in cut if problem.modules[plan.modules[name].data_module(name)].workload.shares_sequences
+        }
+        modules = {name: replace(module, sequence_parallel=name in takers) for name, module in plan.modules.items()}
+        return [self.simulations.evaluate(problem, replace(plan, modules=modules))]
+
+    def _rescheduled(self, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+        """The best plan under all schedules; the next plans under the schedules that were best for it and the first of
+        `BY_PROMISE`. `evaluations`: best first."""
+        first, *others = evaluations
+        found = self._under(
+            first, [name for name in self.schedules if _differs(name, first.plan, self.schedules)], MAX_ACTIONS
+        )
+        promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
+        wanted = [name for name in self.schedules if name in (*promising, BY_PROMISE[0])]
+        left = MAX_ACTIONS
+        for other in others:
+            tried = self._under(other, [name for name in wanted if _differs(name, other.plan, self.schedules)], left)
+            left -= sum(each.num_actions for each in tried)
+            found += tried
+        return found
+
+    def _under(self, evaluation: Evaluation, schedules: Sequence[str], max_actions: float = inf) -> list[Evaluation]:
+        """The plan under each of these schedules that supports its layout."""
+        found: list[Evaluation] = []
+        promise = {name: place for place, name in enumerate(BY_PROMISE)}
+        for schedule in sorted(schedules, key=lambda name: promise.get(name, len(promise))):
+            if sum(each.num_actions for each in found) >= max_actions:
+                break
+            if schedule != evaluation.plan.schedule:
+                with suppress(UserError):
+                    found.append(self.simulations.under_schedule(evaluation, schedule))
+        return found
 
     def _follow_bounds(self) -> None:
         """Tries layouts that have less work on each group than others, and that closed forms make nothing of, under
@@ -412,12 +497,14 @@ class _Search:
         found.sort(key=lambda pair: pair[0])
         for bound_s, each in found[:NUM_FOLLOWED]:
             if bound_s < best.iteration_time_s:
-                self.add(_under(each, [CRITICAL]), "critical paths")
+                self.add(self._under(each, [CRITICAL]), "critical paths")
 
     def _refine(self) -> None:
         """Moves layers and runs of the best plans between groups, under their own schedules and the most promising; and
         those of the best one without tensor parallelism of its encoders."""
-        for number, each in enumerate(_best(self.evaluations)):
+        for number, each in enumerate(self._best()):
+            if number > 0 and self._has_searched_long():
+                break
             layout = layout_of(each.problem, each.plan)
             if layout is None:
                 continue
@@ -427,8 +514,9 @@ class _Search:
             split = with_split_encoders(each.problem, layout)
             if split is not None:
                 with suppress(UserError):
-                    found = evaluate(each.problem, layout_plan(each.problem, split, schedule=each.plan.schedule))
-                    self.add([found, *_under(found, self._promising(found))], "encoders in turns")
+                    plan = layout_plan(each.problem, split, schedule=each.plan.schedule)
+                    found = self.simulations.evaluate(each.problem, plan)
+                    self.add([found, *self._under(found, self._promising(found))], "encoders in turns")
                     self._move_layers(each, split)
 
     def _move_layers(self, each: Evaluation, layout: Layout) -> None:
@@ -440,11 +528,12 @@ class _Search:
             for step in some:
                 with suppress(UserError):
                     plan = layout_plan(each.problem, step, schedule=CRITICAL)
-                    self.add([evaluate(each.problem, plan)], "some layers moved")
+                    self.add([self.simulations.evaluate(each.problem, plan)], "some layers moved")
         if steps:
             with suppress(UserError):
-                found = evaluate(each.problem, layout_plan(each.problem, steps[-1], schedule=each.plan.schedule))
-                self.add([found, *_under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
+                plan = layout_plan(each.problem, steps[-1], schedule=each.plan.schedule)
+                found = self.simulations.evaluate(each.problem, plan)
+                self.add([found, *self._under(found, self._promising(found), MAX_ACTIONS)], "layers moved")
 
     def _critical_is_near(self) -> bool:
         times_s = [e.iteration_time_s for e in self.evaluations if e.plan.schedule == CRITICAL]
@@ -459,10 +548,10 @@ class _Search:
         cluster = self.problem.cluster
         if cluster.num_nodes == 1 or self.problem.survives_losses:
             return
-        for each in _best(self.evaluations):
+        for each in self._best():
             placed = replicas_side_by_side(each.plan, cluster.devices_per_node)
             if placed != each.plan:
-                self.add([evaluate(each.problem, placed)], "replicas side by side")
+                self.add([self.simulations.evaluate(each.problem, placed)], "replicas side by side")
 
     def _compare_assignments(self) -> None:
         """Tries the best plan under balanced assignments; samples that are nearly alike leave nothing to balance."""
@@ -472,22 +561,29 @@ class _Search:
         found = {best.plan.assignment: best}
         for name in BALANCED:
             with suppress(UserError):
-                found[name] = evaluate(best.problem, replace(best.plan, assignment=name))
+                found[name] = self.simulations.evaluate(best.problem, replace(best.plan, assignment=name))
         self.add(found.values(), "another assignment")
         self.assignments_s = {name: each.iteration_time_s for name, each in found.items()}
 
     def _try_run_ahead(self) -> None:
         """Tries the best plans with encoders that run the next batch's forwards."""
         if self.problem.chooses_run_ahead or self.problem.run_ahead:
-            best = [each for each in _best(self.evaluations) if not each.plan.run_ahead]
-            self.add([found for each in best for found in _with_run_ahead(each)], "encoders ahead")
+            best = [each for each in self._best() if not each.plan.run_ahead]
+            self.add([found for each in best for found in self._with_run_ahead(each)], "encoders ahead")
+
+    def _with_run_ahead(self, evaluation: Evaluation) -> list[Evaluation]:
+        """The same plan with encoders that run ahead, if some can."""
+        try:
+            return [self.simulations.evaluate(evaluation.problem, evaluation.problem.with_run_ahead(evaluation.plan))]
+        except UserError:
+            return []
 
     def choice(self, ended_early: str | None) -> Choice:
         if self.problem.run_ahead:
             found = [each for each in self.evaluations if each.plan.run_ahead]
             if not found:
                 best = min(self.evaluations, key=rank)
-                found = [evaluate(best.problem, best.problem.with_run_ahead(best.plan))]
+                found = [self.simulations.evaluate(best.problem, best.problem.with_run_ahead(best.plan))]
             self.evaluations = found
         best = min(self.evaluations, key=rank)
         found_by = best.plan.planner if best.plan in [e.plan for e in self.named.values()] else PLANNER
@@ -626,39 +722,6 @@ def _content(plan: Plan) -> int:
     return hash(replace(plan, schedule="", planner="").to_json())
 
 
-def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best `NUM_RESCHEDULED`, best first; plans that differ only in sequence parallelism count once."""
-    best: list[Evaluation] = []
-    contents: list[object] = []
-    for evaluation in sorted(evaluations, key=rank):
-        plan = evaluation.plan
-        content = plan.schedule, {name: module.replicas for name, module in plan.modules.items()}
-        if len(best) < NUM_RESCHEDULED and content not in contents:
-            best.append(evaluation)
-            contents.append(content)
-    return best
-
-
-def _sharing(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The fastest plans that do not fit, with parameters that replicas share."""
-    fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
-    missed = [
-        e
-        for e in evaluations
-        if not e.fits
-        and e.iteration_time_s < fastest
-        and not e.problem.memory.zero1
-        and all(module.ep == 1 for module in e.plan.modules.values())
-    ]
-    tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
-    return [
-        evaluate(each.problem, plan)
-        for each in tried
-        for plan in sharing_plans(each.problem, each.plan)
-        if not plan.run_ahead or why_not_ahead(plan) is None
-    ]
-
-
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
     name = language_model(problem)
     backbone = problem.modules[name]
@@ -698,34 +761,6 @@ def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Cho
     )
 
 
-def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
-    """The best plan under all schedules; the next plans under the schedules that were best for it and the first of
-    `BY_PROMISE`. `evaluations`: best first."""
-    first, *others = evaluations
-    found = _under(first, [name for name in schedules if _differs(name, first.plan, schedules)], MAX_ACTIONS)
-    promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
-    wanted = [name for name in schedules if name in (*promising, BY_PROMISE[0])]
-    left = MAX_ACTIONS
-    for other in others:
-        tried = _under(other, [name for name in wanted if _differs(name, other.plan, schedules)], left)
-        left -= sum(each.num_actions for each in tried)
-        found += tried
-    return found
-
-
-def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float = inf) -> list[Evaluation]:
-    """The plan under each of these schedules that supports its layout."""
-    found: list[Evaluation] = []
-    promise = {name: place for place, name in enumerate(BY_PROMISE)}
-    for schedule in sorted(schedules, key=lambda name: promise.get(name, len(promise))):
-        if sum(each.num_actions for each in found) >= max_actions:
-            break
-        if schedule != evaluation.plan.schedule:
-            with suppress(UserError):
-                found.append(under_schedule(evaluation, schedule))
-    return found
-
-
 def _differs(schedule: str, plan: Plan, schedules: Sequence[str]) -> bool:
     """False if the schedule orders this plan's actions as a simpler one of `schedules` does."""
     if schedule == "zero_bubble_v" and "zero_bubble_h1" in schedules:
@@ -741,27 +776,6 @@ def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -
     """`groups` None: the stages are placed in another way."""
     replicas = (groups or {}).items()
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
-
-
-def _with_run_ahead(evaluation: Evaluation) -> list[Evaluation]:
-    """The same plan with encoders that run ahead, if some can."""
-    try:
-        return [evaluate(evaluation.problem, evaluation.problem.with_run_ahead(evaluation.plan))]
-    except UserError:
-        return []
-
-
-def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
-    """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs are
-    known; else nothing."""
-    problem, plan = evaluation.problem, evaluation.plan
-    cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
-    sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
-    if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
-        return []
-    takers = {name for name in cut if problem.modules[plan.modules[name].data_module(name)].workload.shares_sequences}
-    modules = {name: replace(module, sequence_parallel=name in takers) for name, module in plan.modules.items()}
-    return [evaluate(problem, replace(plan, modules=modules))]
 
 
 def may_share_experts(problem: PlanningProblem) -> bool:

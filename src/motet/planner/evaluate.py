@@ -183,6 +183,31 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
     return Prepared(costs(folding.assignment, folding), folding, (fewer, costs(fewer.assignment, fewer)))
 
 
+class Simulations:
+    """Simulates each plan once. All problems that plans are given with must cost them alike."""
+
+    def __init__(self) -> None:
+        self._known: list[Evaluation] = []
+
+    def evaluate(self, problem: PlanningProblem, plan: Plan) -> Evaluation:
+        """As the function does."""
+        return self._found(plan) or self.add(evaluate(problem, plan))
+
+    def under_schedule(self, evaluation: Evaluation, schedule: str) -> Evaluation:
+        """As the function does."""
+        return self._found(replace(evaluation.plan, schedule=schedule)) or self.add(
+            under_schedule(evaluation, schedule)
+        )
+
+    def add(self, evaluation: Evaluation) -> Evaluation:
+        if self._found(evaluation.plan) is None:
+            self._known.append(evaluation)
+        return evaluation
+
+    def _found(self, plan: Plan) -> Evaluation | None:
+        return next((each for each in self._known if each.plan == plan), None)
+
+
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
     """Raises `UserError` if the plan belongs to another model."""
     modules = problem.all_modules

@@ -58,7 +58,7 @@ NUM_SPREAD = 6
 """Layers, evenly spread, at whose heads and tails the bound from some layers' work begins and ends."""
 NUM_UNITS = 6
 """Different layers, those with most work, whose work is a unit of the bound from whole layers in windows."""
-PARTS = (1, 2, 3)
+PARTS = range(1, 17)
 """Into how many units such a layer is divided."""
 RELATIVE = 1e-9
 """Precision of the bound from whole layers in windows."""
@@ -566,10 +566,13 @@ def _late(layers: _Layers) -> Iterator[Bools]:
 
 
 def _thresholds(values: Floats, firsts: Ints) -> list[float]:
-    """The values of each module's first layers, and of layers evenly spread among all others."""
+    """The values of each module's first two layers (the first may be an embedding, with little work), the two least of
+    all, and those of layers evenly spread among all others. Without the least: many ranks may hold a layer that nothing
+    follows (a projector of a replica's own), but its work is little."""
     distinct = np.unique(values)
     spread = distinct[np.linspace(0, len(distinct) - 1, NUM_SPREAD).astype(int)]
-    thresholds: list[float] = np.unique([*values[firsts], *spread]).tolist()
+    seconds = values[np.minimum(firsts + 1, len(values) - 1)]
+    thresholds: list[float] = np.unique([*values[firsts], *seconds, *distinct[:2], *spread]).tolist()
     return thresholds
 
 

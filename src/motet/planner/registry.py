@@ -59,6 +59,7 @@ PLANNERS: dict[str, Planner] = {
     "entrain": Planner(plan=entrain),
     "frozen_unaware": Planner(plan=frozen_unaware),
     "even": Planner(plan=even),
+    "megatron_balanced": Planner(plan=megatron_balanced, is_tried_first=True),
     "optimus": Planner(plan=optimus, limits_dp_of_encoders=False, is_tried_first=True),
     "oobleck": Planner(
         # It gives up speed for plans that survive failures.
@@ -72,7 +73,6 @@ PLANNERS: dict[str, Planner] = {
     "encoders_replicated": Planner(plan=encoders_replicated),
     "megatron": Planner(plan=megatron),
     "megatron_extra_stages": Planner(plan=megatron_extra_stages, limits_dp_of_encoders=False),
-    "megatron_balanced": Planner(plan=megatron_balanced, is_tried_first=True),
     "fsdp": Planner(plan=fsdp, chooses_num_devices=True),
     "proportional": Planner(plan=proportional),
     "auto": Planner(

@@ -146,13 +146,15 @@ def within_memory(
     fastest = min((e.iteration_time_s for e in known if e.fits), default=inf)
     found = sorted(candidates(problem, layouts, LayoutCosts(problem)), key=lambda candidate: candidate.bound_s)
     evaluations: list[Evaluation] = []
+    num_actions = 0
     for candidate in found:
-        if candidate.bound_s >= fastest or len(evaluations) >= max_simulated:
+        if candidate.bound_s >= fastest or len(evaluations) >= max_simulated or num_actions >= MAX_ACTIONS:
             break
         num_cells = problem.num_microbatches * len(candidate.layout.chunks)
         if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem.cluster) and num_cells <= MAX_CELLS:
             evaluation = evaluate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
             evaluations.append(evaluation)
+            num_actions += evaluation.num_actions
             if evaluation.fits:
                 fastest = min(fastest, evaluation.iteration_time_s)
     return evaluations
