@@ -22,4 +22,5 @@ def main() -> None:
             print(json.dumps({"error": str(error)}))
 
 
-main()
+if __name__ == "__main__":
+    main()
