@@ -1,5 +1,4 @@
-"""`python -m motet.families.shape_reading`: reads requests for shapes from stdin and prints cards, for processes without
-torch."""
+"""Reads requests for shapes from stdin and prints cards, for processes without torch."""
 
 import json
 import sys
