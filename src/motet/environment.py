@@ -1,5 +1,8 @@
-"""Environment variables: those that have to be set before torch is imported, and what launchers say by them."""
+"""What a process sets before it imports torch: environment variables, and how often garbage is collected. Also what
+launchers say by environment variables."""
 
+import atexit
+import gc
 import os
 
 SHARES_CORES = "MOTET_SHARES_CORES"
@@ -20,6 +23,15 @@ def set_environment() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # torch prints a page of C++ frames for every lost connection; our own messages say what follows from it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def collect_rarely() -> None:
+    """Lets Python look for garbage seldom, and not at its end. For processes that plan and start no ranks.
+
+    torch and transformers make a million objects while they are imported, none of which is garbage. By default Python
+    looks through them dozens of times, and again before it ends: a third of the time of a first plan."""
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
 
 
 def gives_threads() -> bool:

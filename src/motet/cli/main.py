@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from motet import __version__
 from motet.cli import data_stats, demo, families, family, plan, profile, serve_data, simulate, train, verify
-from motet.environment import is_first_process, set_environment
+from motet.environment import collect_rarely, is_first_process, set_environment
 from motet.errors import UserError, one_line
 
 
@@ -43,6 +43,8 @@ COMMANDS: Mapping[str, Command] = {
     "families": families,
     "demo": demo,
 }
+PLANNING = ("plan", "simulate", "data-stats")
+"""Commands that start no ranks."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_environment()
     try:
         arguments = build_parser().parse_args(argv)
+        if arguments.command in PLANNING:
+            collect_rarely()
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             result = COMMANDS[arguments.command].run(arguments)
         if arguments.json and is_first_process():

@@ -86,7 +86,7 @@ class CompositeProcessor:
         """The token ids up to the beginning of the last answer."""
         media = {kind: [self._loaded(kind, item) for item in items] for kind, items in example.media.items() if items}
         text = render(self, example.messages[:-1], generation_prompt=True)
-        ids: list[int] = self._run(text, media)["input_ids"][0].tolist()
+        ids: list[int] = self._run(text, media, return_mm_token_type_ids=False)["input_ids"][0].tolist()
         return ids
 
     def _blank(self, kind: str, size: Any) -> Any:
@@ -107,7 +107,7 @@ class CompositeProcessor:
             return item.load(times), times
         return item.load()
 
-    def _run(self, text: str, media: Mapping[str, Sequence[Any]]) -> Any:
+    def _run(self, text: str, media: Mapping[str, Sequence[Any]], *, return_mm_token_type_ids: bool) -> Any:
         names = {"image": "images", "audio": "audio", "video": "videos"}
         given: dict[str, Any] = {names[kind]: list(items) for kind, items in media.items()}
         if "audio" in given:
@@ -126,7 +126,7 @@ class CompositeProcessor:
                 add_special_tokens=False,
                 return_offsets_mapping=True,
                 return_text_replacement_offsets=True,
-                return_mm_token_type_ids=True,
+                return_mm_token_type_ids=return_mm_token_type_ids,
                 **given,
             )
         except (ImportError, ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -139,7 +139,7 @@ class CompositeProcessor:
         self, messages: tuple[Message, ...], media: Mapping[str, Sequence[Any]], *, keeps_features: bool
     ) -> Prepared:
         text = render(self, messages)
-        made = self._run(text, media)
+        made = self._run(text, media, return_mm_token_type_ids=keeps_features)
         ids: list[int] = made["input_ids"][0].tolist()
         offsets = [(int(a), int(b)) for a, b in made["offset_mapping"][0].tolist()]
         replaced = (made["text_replacement_offsets"] or [[]])[0] if media else []

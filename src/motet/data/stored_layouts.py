@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
@@ -65,6 +65,7 @@ class StoredLayouts:
     def __init__(self, file: Path, make: Callable[[], Callable[[ExampleKey], LaidOut]]) -> None:
         self._file, self._make = file, make
 
+    @lru_cache(maxsize=8)  # noqa: B019 (the modules of a sample are asked for one after the other)
     def lay_out(self, key: ExampleKey) -> LaidOut:
         line = self._lines.get(key.digest)
         if line is not None:

@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,11 +106,14 @@ def _embed_sd3(model: Any, given: Given) -> Streams:
     return Streams(places, model.context_embedder(given.conditions), time[:, None])
 
 
-def _block_sd3(block: nn.Module, streams: Streams, grid: Grid, positions: Any) -> Streams:
+def _block_with_conditions(block: nn.Module, streams: Streams, grid: Grid, positions: Any, **options: Any) -> Streams:
+    """Of a transformer whose blocks change the conditions too."""
+    if positions is not None:
+        options["image_rotary_emb"] = positions
     conditions, places = block(
-        hidden_states=streams.places, encoder_hidden_states=streams.conditions, temb=streams.time[:, 0]
+        hidden_states=streams.places, encoder_hidden_states=streams.conditions, temb=streams.time[:, 0], **options
     )
-    # The last block hands no conditions on, and nothing behind it reads any.
+    # The last block of Stable Diffusion 3 hands no conditions on, and nothing behind it reads any.
     return Streams(places, streams.conditions if conditions is None else conditions, streams.time)
 
 
@@ -187,16 +191,6 @@ def flux_ids(num_conditions: int, grid: Grid, device: torch.device) -> Tensor:
     return torch.cat([places.new_zeros(num_conditions, 3), places])
 
 
-def _block_flux(block: nn.Module, streams: Streams, grid: Grid, positions: Any) -> Streams:
-    conditions, places = block(
-        hidden_states=streams.places,
-        encoder_hidden_states=streams.conditions,
-        temb=streams.time[:, 0],
-        image_rotary_emb=positions,
-    )
-    return Streams(places, conditions, streams.time)
-
-
 def _head_flux(model: Any, streams: Streams, grid: Grid) -> Tensor:
     return _unpacked(model.proj_out(model.norm_out(streams.places, streams.time[:, 0])), grid)
 
@@ -211,17 +205,6 @@ def _embed_qwen_image(model: Any, given: Given) -> Streams:
 def _positions_qwen_image(model: Any, streams: Streams, grid: Grid) -> Any:
     shapes = [[(1, *grid)]] * len(streams.places)
     return model.pos_embed(shapes, max_txt_seq_len=streams.conditions.shape[1], device=streams.places.device)
-
-
-def _block_qwen_image(block: nn.Module, streams: Streams, grid: Grid, positions: Any) -> Streams:
-    conditions, places = block(
-        hidden_states=streams.places,
-        encoder_hidden_states=streams.conditions,
-        encoder_hidden_states_mask=None,
-        temb=streams.time[:, 0],
-        image_rotary_emb=positions,
-    )
-    return Streams(places, conditions, streams.time)
 
 
 def _predict_unet(model: Any, given: Given) -> Tensor:
@@ -265,7 +248,7 @@ DIFFUSION_FAMILIES: Mapping[str, DiffusionFamily | WholeModel] = {
     "SD3Transformer2DModel": DiffusionFamily(
         embed_parts=("pos_embed", "time_text_embed", "context_embedder"),
         embed=_embed_sd3,
-        block=_block_sd3,
+        block=_block_with_conditions,
         head=_head_sd3,
     ),
     "PixArtTransformer2DModel": DiffusionFamily(
@@ -283,7 +266,7 @@ DIFFUSION_FAMILIES: Mapping[str, DiffusionFamily | WholeModel] = {
     "FluxTransformer2DModel": DiffusionFamily(
         embed_parts=("time_text_embed", "context_embedder", "x_embedder"),
         embed=_embed_flux,
-        block=_block_flux,
+        block=_block_with_conditions,
         head=_head_flux,
         blocks=("transformer_blocks", "single_transformer_blocks"),
         position_part="pos_embed",
@@ -292,7 +275,7 @@ DIFFUSION_FAMILIES: Mapping[str, DiffusionFamily | WholeModel] = {
     "QwenImageTransformer2DModel": DiffusionFamily(
         embed_parts=("time_text_embed", "txt_norm", "img_in", "txt_in"),
         embed=_embed_qwen_image,
-        block=_block_qwen_image,
+        block=partial(_block_with_conditions, encoder_hidden_states_mask=None),
         head=_head_flux,
         position_part="pos_embed",
         positions=_positions_qwen_image,

@@ -102,13 +102,13 @@ def tiny_config(config: PretrainedConfig, *, media: bool = False) -> PretrainedC
     return tiny
 
 
-def perturb(model: nn.Module, scale: float = 0.05) -> None:
+def perturb(model: nn.Module) -> None:
     """Adds noise to every parameter: norms' weights of one and biases of zero would hide wrong gradients."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(parameter.dtype), alpha=scale)
+            parameter.add_(noise.to(parameter.dtype), alpha=0.05)
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:

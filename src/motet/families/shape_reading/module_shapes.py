@@ -27,7 +27,8 @@ from motet.shapes.shape_card import (
 )
 from motet.strict_parsing import parse_strictly
 
-WALKER = "motet.families.shape_reading.shape_walker"
+WALKER = "motet.families.shape_reading"
+"""Runs as a module: reads requests and prints cards."""
 _known: dict[str, ModuleWorkload | str] = {}
 """By digest of the request: the shape, or why there is none."""
 

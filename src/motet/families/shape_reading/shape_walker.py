@@ -3,18 +3,13 @@
 Parameters are those of the model. Products with weights are its linears (experts and convolutions among them), in the
 order in which they are computed. An attention is what goes through transformers' attention interface; other products of
 activations with activations are an attention too, whose cost follows from two lengths of the sequence.
-
-`python -m motet.families.shape_reading.shape_walker` reads requests from stdin and prints cards, for processes without
-torch.
 """
 
 import copy
 import inspect
-import json
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -472,12 +467,3 @@ def _is_gated(events: Sequence[Event]) -> bool:
     *before, last = products
     together = [product for product in before if product.reads == before[-1].reads]
     return sum(product.out_features for product in together) == 2 * last.in_features
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        request = ShapeRequest(**json.loads(line))
-        try:
-            print(json.dumps({"card": json.dumps(asdict(walk(request)))}))
-        except UserError as error:
-            print(json.dumps({"error": str(error)}))

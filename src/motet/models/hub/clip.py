@@ -27,17 +27,16 @@ ARCHITECTURES = {
 """transformers' classes, by the families of image and text tower and the loss."""
 
 
-def from_transformers(model: Any, *, image: str = "image", text: str = "text") -> ContrastiveModule:
-    """Makes a `ContrastiveModule` of the modules of a CLIPModel or SiglipModel. `image`, `text`: the towers'
-    names. Raises `UserError` for another class."""
+def from_transformers(model: Any) -> ContrastiveModule:
+    """Makes a `ContrastiveModule` of a CLIPModel's or SiglipModel's modules. Raises `UserError` for another class."""
     if isinstance(model, CLIPModel):
         towers = {
-            image: ModalityModule(model.vision_model, model.visual_projection),
-            text: ModalityModule(model.text_model, model.text_projection),
+            "image": ModalityModule(model.vision_model, model.visual_projection),
+            "text": ModalityModule(model.text_model, model.text_projection),
         }
         loss = ContrastiveLoss("softmax")
     elif isinstance(model, SiglipModel):
-        towers = {image: ModalityModule(model.vision_model), text: ModalityModule(model.text_model)}
+        towers = {"image": ModalityModule(model.vision_model), "text": ModalityModule(model.text_model)}
         loss = ContrastiveLoss("sigmoid")
         assert loss.logit_bias is not None
         loss.logit_bias = _scalar(model.logit_bias)

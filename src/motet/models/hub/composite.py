@@ -13,7 +13,7 @@ from motet.families.classes import model_on_meta
 from motet.families.discovery.composite import composite_class_of, find_parts, read_composite_config
 from motet.families.hf_config import stored_folder
 from motet.models.hub.export import MANIFEST, write_folder
-from motet.models.hub.weights import MAX_SHARD_SIZE, RenamedTensors, save_part, write_json
+from motet.models.hub.weights import RenamedTensors, save_part, write_json
 
 
 def export_composite(
@@ -22,7 +22,6 @@ def export_composite(
     folder: str | Path,
     *,
     processor: Any = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
     """Writes a folder that `from_pretrained` of the model's own class loads.
 
@@ -41,7 +40,7 @@ def export_composite(
 
     def write(partial: Path) -> None:
         own = RenamedTensors(tensors, names)
-        save_part(partial, model_class, config, own, where="model", max_shard_size=max_shard_size)
+        save_part(partial, model_class, config, own, where="model")
         if processor is not None:
             processor.save_pretrained(partial)
         if part.config is None and (stored_folder(part) / "generation_config.json").is_file():

@@ -89,7 +89,6 @@ def draw(
     *,
     guidance: float = GUIDANCE,
     num_steps: int = NUM_STEPS,
-    batch_size: int = BATCH_SIZE,
 ) -> Tensor:
     """Images between -1 and 1, or spectrograms: [prompts, channels, height, width].
 
@@ -99,29 +98,27 @@ def draw(
         noise: standard normal numbers, [prompts, channels, height, width] of what the diffusion model makes.
         guidance: of classifier-free guidance; 1: the conditions alone; 0: the null condition alone.
     """
-    conditions = _conditions(model, generator, prompts, batch_size)
+    conditions = _conditions(model, generator, prompts)
     drawn: dict[int, Tensor] = {}
     by_length: dict[int, list[int]] = {}
     for index, own in enumerate(conditions):
         by_length.setdefault(len(own), []).append(index)
     for alike in by_length.values():
-        for first in range(0, len(alike), batch_size):
-            indices = alike[first : first + batch_size]
+        for first in range(0, len(alike), BATCH_SIZE):
+            indices = alike[first : first + BATCH_SIZE]
             together = torch.stack([conditions[index] for index in indices])
             made = _sample(generator, together, noise[indices].to(together.dtype), guidance, num_steps)
             drawn |= dict(zip(indices, made, strict=True))
     return torch.stack([drawn[index] for index in range(len(prompts))])
 
 
-def _conditions(
-    model: MultimodalModule, generator: ExportedGenerator, prompts: Sequence[Prompt], batch_size: int
-) -> list[Tensor]:
+def _conditions(model: MultimodalModule, generator: ExportedGenerator, prompts: Sequence[Prompt]) -> list[Tensor]:
     """[conditions, width of a condition] of each prompt."""
     language_model = model.language_model.module
     found: list[Tensor] = []
-    for first in range(0, len(prompts), batch_size):
+    for first in range(0, len(prompts), BATCH_SIZE):
         texts = []
-        for embeddings in prompt_embeddings(model, prompts[first : first + batch_size]):
+        for embeddings in prompt_embeddings(model, prompts[first : first + BATCH_SIZE]):
             after = generator.queries
             if after is None:
                 placeholder = torch.tensor([generator.placeholder_token_id], device=embeddings.device)

@@ -118,8 +118,8 @@ def llava_config(description: ModelDescription) -> LlavaConfig:
     )
 
 
-def from_llava(source: str | Path | LlavaForConditionalGeneration, *, name: str = "vision") -> MultimodalModule:
-    """Makes a `MultimodalModule` of a LLaVA model; it shares the parts of a model in memory. `name`: of the encoder.
+def from_llava(source: str | Path | LlavaForConditionalGeneration) -> MultimodalModule:
+    """Makes a `MultimodalModule` of a LLaVA model; it shares the parts of a model in memory.
 
     Raises `UserError` if the folder is damaged or the model has something that motet does not.
     """
@@ -144,7 +144,9 @@ def from_llava(source: str | Path | LlavaForConditionalGeneration, *, name: str 
         feature_select=_feature_select(config),
     )
     language_model = _causal_language_model(model)
-    return MultimodalModule({name: encoder}, language_model, placeholder_token_ids={name: config.image_token_index})
+    return MultimodalModule(
+        {"vision": encoder}, language_model, placeholder_token_ids={"vision": config.image_token_index}
+    )
 
 
 def _llava_class(model_type: str) -> Any:
