@@ -61,8 +61,8 @@ class Succession:
 
     node_size: int
     templates: Templates | None
-    """None, or replicas share parameters by rows: spares take the places of lost nodes; pipelines that still lack a node
-    are dropped, and all others stay as they are."""
+    """None, or where replicas share parameters by rows: spares take the places of lost nodes; pipelines that still lack
+    a node are dropped, and all others stay as they are."""
     stops_below_guarantee: bool = False
     first_plan: str | None = None
     """JSON of the plan to return to without templates, when there are nodes for pipelines that were dropped."""
