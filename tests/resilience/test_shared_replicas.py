@@ -30,7 +30,7 @@ from waiting import wait_until
 from motet.api import read_problem
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.plan import ContextOptions, ModulePlan, Plan, Replica, Stage
 from motet.planner.from_run_file import plan_for
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
@@ -113,8 +113,9 @@ def unharmed(config: RunConfig, plan: Plan) -> list[float]:
     return losses
 
 
-def in_pairs(plan: Plan, *, tp_size: int = 1) -> Plan:
-    """Each rank becomes two: of the language model in two stages, or with tensor parallelism; encoders on the first."""
+def in_pairs(plan: Plan, *, tp_size: int = 1, cp_size: int = 1) -> Plan:
+    """Each rank becomes two: of the language model in two stages, or with tensor or context parallelism; encoders are
+    on the first."""
     modules = {}
     for name, module in plan.modules.items():
         replicas = []
@@ -122,27 +123,36 @@ def in_pairs(plan: Plan, *, tp_size: int = 1) -> Plan:
             ranks, whole = (2 * r, 2 * r + 1), (0, module.num_layers)
             if name != LM:
                 stages = [Stage(layers=whole, ranks=ranks[:1])]
-            elif tp_size > 1:
-                stages = [Stage(layers=whole, ranks=ranks, tp_size=tp_size)]
+            elif tp_size * cp_size > 1:
+                stages = [Stage(layers=whole, ranks=ranks, tp_size=tp_size, cp_size=cp_size)]
             else:
                 stages = [Stage(layers=(0, 2), ranks=ranks[:1]), Stage(layers=(2, whole[1]), ranks=ranks[1:])]
             replicas.append(Replica(stages=tuple(stages)))
-        modules[name] = replace(module, replicas=tuple(replicas))
+        modules[name] = replace(module, replicas=tuple(replicas), context=ContextOptions(block_size=4))
     return replace(plan, modules=modules)
 
 
+PAIRS: dict[str, dict[str, int]] = {
+    "stages, frozen": {},
+    "tensor parallel": {"tp_size": 2},
+    "context parallel": {"cp_size": 2},
+}
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("case", ["crosswise", "whole parameters", "stages, frozen", "tensor parallel", "within nodes"])
+@pytest.mark.parametrize(
+    "case", ["crosswise", "whole parameters", "within nodes", "stages, frozen", "tensor parallel", "context parallel"]
+)
 def test_a_killed_rank_of_a_hybrid_plan(tmp_path: Path, case: str) -> None:
-    """Two nodes are lost at once, or one after the other; the second time a spare takes the place, and is sent a share."""
+    """Of each group a node is lost; who is left makes a group. Within nodes, a whole group is."""
     settings = {VISION_TRAIN: {"module": False}} if case == "stages, frozen" else {}
     config = config_of(tmp_path / "run", num_nodes=2 if case == "within nodes" else 4, **settings)
     plan = plan_of(config)
     size = 2 if case == "within nodes" else 1
     if case == "whole parameters":
         plan = replace(plan, modules={n: replace(m, whole_parameters=True) for n, m in plan.modules.items()})
-    if case in ("stages, frozen", "tensor parallel"):
-        plan, size = in_pairs(plan, tp_size=2 if case == "tensor parallel" else 1), 2
+    if case in PAIRS:
+        plan, size = in_pairs(plan, **PAIRS[case]), 2
     losses = unharmed(config, plan)
     # Nodes 0 and 3 hold unlike shares, so 1 and 2 together hold all.
     kill = at(2, 0, die) if case == "within nodes" else all_at(2, (0, plan.num_ranks - 1), die)
@@ -205,6 +215,9 @@ def test_plans_that_cannot_lose_a_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"takes all nodes back to the last checkpoint, but train\.checkpoint_every is 0"):
         check_survivable(none, one)
     check_survivable(config_of(tmp_path, train__failures={"tolerate": 0}, train__checkpoint_every=1), one)
+    stopping = config_of(tmp_path, train__failures={"tolerate": 1, "stop_below_guarantee": True})
+    with pytest.raises(UserError, match="stop_below_guarantee: is not supported where replicas share parameters"):
+        check_survivable(stopping, two)
     apart = config_of(tmp_path, num_nodes=1)
     with pytest.raises(UserError, match="node 0 belongs to groups 0 and 1 of 2 replicas that share parameters"):
         check_survivable(apart, two)

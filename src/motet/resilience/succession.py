@@ -24,6 +24,11 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
             f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
         )
     number, size = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)), replicas_per_pipeline(plan)
+    if size > 1 and failures.stop_below_guarantee:
+        raise UserError(
+            "train.failures.stop_below_guarantee: is not supported where replicas share parameters, whose groups are left "
+            "out when they lose a node; set it to false"
+        )
     if failures.copy_every is not None:
         if config.parallel.zero1:
             raise UserError("train.failures.copy_every: is not supported with parallel.zero1; leave one of them out")
