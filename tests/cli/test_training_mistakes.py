@@ -68,7 +68,7 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
             "train.failures.tolerate: is 1, but the plan has 1 pipeline on nodes of",
         ),
         (["train.failures.tolerate=-1"], "train.failures.tolerate: is -1; give a whole number at least 0"),
-        (["train.failures.tolerate=0"], "train.failures.tolerate: is 0, and the plan has one pipeline, so a loss takes"),
+        (["train.failures.tolerate=0"], "train.failures.tolerate: is 0, and the plan has one pipeline, so a loss"),
         (["train.failures.slow_ratio=1"], "train.failures.slow_ratio: is 1; give a number above 1 or null"),
         (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
         (["model.encoders.vision.path=/nowhere", "model.encoders.vision.config=null"], "vision.path: /nowhere"),

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from checkout import ROOT
 
 from motet.api import read_problem

@@ -39,7 +39,9 @@ def survivable(num_devices: int, devices_per_node: int, failures: int):
     return replace(problem, cluster=replace(problem.cluster, devices_per_node=devices_per_node))
 
 
-@pytest.mark.parametrize(("devices_per_node", "failures", "shares"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 2), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("devices_per_node", "failures", "shares"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 2), (2, 3, 2)]
+)
 def test_where_nodes_may_fail_groups_share(devices_per_node: int, failures: int, shares: int):
     """Of eight devices: as many groups as may be lost and one more, each on nodes of its own."""
     problem = survivable(8, devices_per_node, failures)
@@ -54,7 +56,7 @@ def test_where_nodes_may_fail_groups_share(devices_per_node: int, failures: int,
 
 @pytest.mark.parametrize(("num_devices", "devices_per_node", "failures"), [(8, 8, 1), (8, 1, 4), (6, 4, 1), (4, 4, 1)])
 def test_fsdp_is_refused_where_no_groups_can_be_lost(num_devices: int, devices_per_node: int, failures: int):
-    with pytest.raises(ValueError, match=f"cannot make {failures + 1} groups of two or more devices on nodes of their"):
+    with pytest.raises(ValueError, match=f"cannot make {failures + 1} groups of two or more devices on nodes of"):
         make_plan(survivable(num_devices, devices_per_node, failures), "fsdp")
 
 

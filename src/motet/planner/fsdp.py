@@ -38,8 +38,8 @@ def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
     shared = next(sharing_plans(problem, plan), None)
     if shared is None and problem.survives_losses:
         raise UserError(
-            f"parallel.planner: fsdp cannot make {problem.failures + 1} groups of two or more devices on nodes of their "
-            f"own, so that {problem.failures} nodes may be lost (train.failures.tolerate); give more nodes, tolerate "
+            f"parallel.planner: fsdp cannot make {problem.failures + 1} groups of two or more devices on nodes of "
+            f"their own, so that {problem.failures} may be lost (train.failures.tolerate); give more nodes, tolerate "
             "fewer, or give another planner"
         )
     return plan if shared is None else shared

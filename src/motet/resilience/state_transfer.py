@@ -1,5 +1,7 @@
 """Moves parameters and optimizer states between ranks, so that every rank has what its new plan needs (thesis 2.5).
 
+Rows that replicas share are copied share by share, each whole, as no recovery changes how they are cut.
+
 Frozen parameters are not copied: a stage is built with them. The corrections of routers' scores are, which every holder
 updates alike and which have no moments. Moments may be held by other ranks than the parameter:
 under ZeRO-1 with `train.failures`, f + 1 replicas of each parameter own its optimizer state and update it

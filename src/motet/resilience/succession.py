@@ -26,8 +26,8 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
     number, size = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)), replicas_per_pipeline(plan)
     if size > 1 and failures.stop_below_guarantee:
         raise UserError(
-            "train.failures.stop_below_guarantee: is not supported where replicas share parameters, whose groups are left "
-            "out when they lose a node; set it to false"
+            "train.failures.stop_below_guarantee: is not supported where replicas share parameters: groups "
+            "of them that lose a node are left out; set it to false"
         )
     if failures.copy_every is not None:
         if config.parallel.zero1:
