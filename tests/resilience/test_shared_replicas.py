@@ -141,7 +141,8 @@ PAIRS: dict[str, dict[str, int]] = {
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    "case", ["crosswise", "whole parameters", "within nodes", "stages, frozen", "tensor parallel", "context parallel"]
+    "case",
+    ["crosswise", "whole parameters", "whole encoders", "within nodes", *PAIRS],
 )
 def test_a_killed_rank_of_a_hybrid_plan(tmp_path: Path, case: str) -> None:
     """Of each group a node is lost; who is left makes a group. Within nodes, a whole group is."""
@@ -151,6 +152,9 @@ def test_a_killed_rank_of_a_hybrid_plan(tmp_path: Path, case: str) -> None:
     size = 2 if case == "within nodes" else 1
     if case == "whole parameters":
         plan = replace(plan, modules={n: replace(m, whole_parameters=True) for n, m in plan.modules.items()})
+    if case == "whole encoders":
+        whole = {n: replace(m, fully_sharded=False, sharded_replicas=1) for n, m in plan.modules.items() if n != LM}
+        plan = replace(plan, modules={**plan.modules, **whole})
     if case in PAIRS:
         plan, size = in_pairs(plan, **PAIRS[case]), 2
     losses = unharmed(config, plan)
