@@ -145,6 +145,7 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
         "f = 1": number(lambda trial: trial["tolerate"] == 1),
         "f = 2": number(lambda trial: trial["tolerate"] == 2),
         "alike pipelines, broken ones left out": number(lambda trial: trial["layout"] == "alike"),
+        "pipelines of replicas that share rows, broken ones left out": number(lambda trial: trial["layout"] == "rows"),
         "unlike pipelines, reconfigured": number(lambda trial: trial["layout"] == "unlike"),
         "the same, with unlike tensor parallelism": number(lambda trial: trial["layout"] == "shards"),
         "ZeRO-1: optimizer states kept by f + 1 pipelines of f + 2": number(lambda trial: trial.get("zero1", False)),

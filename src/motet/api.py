@@ -372,20 +372,15 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
     plan = with_connectors(plan, problem)
     if plan.zero1 and config.train.failures is not None:
         raise UserError(f"--plan{path}: zero1: is true, which train.failures decides itself; set it to false")
-    if (config.parallel.zero1 or plan.zero1) and config.train.failures is None:
+    if config.parallel.zero1 or plan.zero1:
         for name, module in plan.modules.items():
             stages = [stage for replica in module.replicas for stage in replica.stages]
-            if module.shares_over_replicas or (module.fully_sharded and any(s.cp_size > 1 for s in stages)):
+            shares_inside = module.fully_sharded and any(s.cp_size > 1 for s in stages)
+            if module.shares_over_replicas or (shares_inside and config.train.failures is None):
                 raise UserError(
                     f"--plan{path}: modules.{name}.fully_sharded shards the optimizer's state already; set "
                     f"{'zero1 of the plan' if plan.zero1 else 'parallel.zero1'} to false"
                 )
-    for name, module in plan.modules.items():
-        if config.train.failures is not None and module.shares_over_replicas:
-            raise UserError(
-                f"--plan{path}: modules.{name}.sharded_replicas: {module.sharded_replicas} replicas share the "
-                "parameters, so none can be lost; set it to 1, or leave train.failures out"
-            )
     if plan.run_ahead and config.train.failures is not None:
         raise UserError(f"--plan{path}: run_ahead: is true, which train.failures does not support; set it to false")
     if plan.run_ahead and (why := why_not_ahead(plan)) is not None:

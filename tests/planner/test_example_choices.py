@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 
-import pytest
 from checkout import ROOT
 
 from motet.api import read_problem
 from motet.config import load_run_config
-from motet.planner.auto import Choice
+from motet.planner.auto import Choice, may_share_experts
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.context_methods import context_variants
+from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import PlanningProblem
 from motet.planner.registry import choose
+from motet.planner.templates.pipelines import nodes_of_pipelines
 
 LM = "language_model"
 
@@ -55,11 +56,25 @@ def test_ranks_of_a_node_share_the_experts_of_a_mixture() -> None:
     assert without.evaluation.iteration_time_s > 1.1 * choice.evaluation.iteration_time_s
 
 
-@pytest.mark.parametrize("example", ["mixture_16_h100", "sharded_8_a100"])
-def test_nothing_is_shared_where_ranks_may_be_lost(example: str) -> None:
-    config = load_run_config(
-        ROOT / "examples" / "layout" / f"{example}.yaml", ["train.failures.tolerate=1", "cluster.device=cpu"]
-    )
+def test_no_experts_are_distributed_where_ranks_may_be_lost() -> None:
+    config = load_run_config(ROOT / "examples" / "layout" / "mixture_16_h100.yaml", ["train.failures.tolerate=1"])
     problem = read_problem(config)
     assert problem.survives_losses
-    assert not problem.may_share_parameters
+    assert not may_share_experts(problem)
+
+
+def test_groups_share_parameters_where_nodes_may_be_lost() -> None:
+    """A group on each of two nodes; on one node nobody else would hold a share."""
+    config = load_run_config(
+        ROOT / "examples" / "layout" / "sharded_8_a100.yaml",
+        ["train.failures.tolerate=1", "cluster.num_devices=16", "cluster.num_nodes=2"],
+    )
+    problem = read_problem(config)
+    choice = choose(problem)
+    assert choice.evaluation.fits
+    module = choice.evaluation.plan.modules[LM]
+    assert module.shares_over_replicas
+    assert len(nodes_of_pipelines(choice.evaluation.plan, 8)) == 2
+    assert not choose(replace(problem, may_share_parameters=False)).evaluation.fits
+    one_node = replace(problem, cluster=replace(problem.cluster, devices_per_node=16))
+    assert not list(sharing_plans(one_node, choice.evaluation.plan))

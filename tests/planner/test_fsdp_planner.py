@@ -11,6 +11,7 @@ from motet.planner.layouts.layout import explicit_plan
 from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import Degrees
 from motet.planner.registry import choose, make_plan
+from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.report.plan_report import report_evaluation, report_text
 
 
@@ -25,10 +26,38 @@ def test_fsdp_is_a_replica_per_device_and_needs_as_many_samples():
         make_plan(small_problem(num_devices=5), "fsdp")
 
 
-def test_fsdp_is_refused_where_states_are_shared_or_replicas_may_be_lost():
+def test_fsdp_is_refused_where_states_are_shared():
     problem = small_problem(num_devices=4, dp_sizes=(4,), may_share_parameters=False)
-    with pytest.raises(ValueError, match=r"nothing for parallel\.zero1 to shard and no replica"):
+    with pytest.raises(ValueError, match=r"nothing for parallel\.zero1 to shard; leave"):
         make_plan(problem, "fsdp")
+
+
+def survivable(num_devices: int, devices_per_node: int, failures: int):
+    problem = small_problem(
+        num_devices=num_devices, frozen=(), dp_sizes=(num_devices,), survives_losses=True, failures=failures
+    )
+    return replace(problem, cluster=replace(problem.cluster, devices_per_node=devices_per_node))
+
+
+@pytest.mark.parametrize(
+    ("devices_per_node", "failures", "shares"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 2), (2, 3, 2)]
+)
+def test_where_nodes_may_fail_groups_share(devices_per_node: int, failures: int, shares: int):
+    """Of eight devices: as many groups as may be lost and one more, each on nodes of its own."""
+    problem = survivable(8, devices_per_node, failures)
+    plan = make_plan(problem, "fsdp")
+    assert {module.sharded_replicas for module in plan.modules.values()} == {shares}
+    assert len(nodes_of_pipelines(plan, devices_per_node)) == 8 // shares > failures
+    whole = {n: replace(m, fully_sharded=False, sharded_replicas=1) for n, m in plan.modules.items()}
+    shared = list(sharing_plans(problem, replace(plan, modules=whole)))
+    assert shared[0].modules == plan.modules
+    assert all(len(nodes_of_pipelines(each, devices_per_node)) > failures for each in shared)
+
+
+@pytest.mark.parametrize(("num_devices", "devices_per_node", "failures"), [(8, 8, 1), (8, 1, 4), (6, 4, 1), (4, 4, 1)])
+def test_fsdp_is_refused_where_no_groups_can_be_lost(num_devices: int, devices_per_node: int, failures: int):
+    with pytest.raises(ValueError, match=f"cannot make {failures + 1} groups of two or more devices on nodes of"):
+        make_plan(survivable(num_devices, devices_per_node, failures), "fsdp")
 
 
 def test_sharing_saves_memory_and_costs_time():

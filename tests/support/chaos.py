@@ -1,10 +1,11 @@
 """Trainings whose processes are killed at random moments, and what they must come to.
 
-A trial is drawn from its seed alone. Nodes have one process each. In a third of the trials pipelines are alike, and
-those that lose a node are left out; in the others they come from templates, are unlike, and become others when nodes
-are lost: who is left takes another place and gets what it lacks from its peers. In a third templates differ in tensor
-parallelism besides, so that halves are made of wholes and wholes of halves. In a third of the trials, of every kind,
-optimizer states are kept by f + 1 pipelines only (ZeRO-1), and there is one pipeline more.
+A trial is drawn from its seed alone. Nodes have one process each. In a quarter of the trials pipelines are alike, and
+those that lose a node are left out; in a quarter pipelines are two replicas that share all parameters by rows, and are
+left out likewise. In the others they come from templates, are unlike, and become others when nodes
+are lost: who is left takes another place and gets what it lacks from its peers. In a quarter templates differ in tensor
+parallelism besides, so that halves are made of wholes and wholes of halves. In a third of the trials, of every kind but
+where rows are shared, optimizer states are kept by f + 1 pipelines only (ZeRO-1), and there is one pipeline more.
 """
 
 import json
@@ -29,15 +30,18 @@ from motet.api import read_problem
 from motet.config import RunConfig
 from motet.models.from_run_file import build_node
 from motet.plan import Plan, Replica, Stage
+from motet.planner.from_run_file import plan_for
 from motet.planner.templates.pipelines import Template, Templates
 from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.runtime.training.worker import train_worker
 
-Layout = Literal["alike", "unlike", "shards"]
-LAYOUTS: tuple[Layout, ...] = ("alike", "unlike", "shards")
-LARGEST_PIPELINE = {"alike": 2, "unlike": 3, "shards": 4}
+Layout = Literal["alike", "rows", "unlike", "shards"]
+LAYOUTS: tuple[Layout, ...] = ("alike", "rows", "unlike", "shards")
+LEFT_OUT: tuple[Layout, ...] = ("alike", "rows")
+"""Without templates: pipelines that lose a node are left out."""
+LARGEST_PIPELINE = {"alike": 2, "rows": 2, "unlike": 3, "shards": 4}
 """Nodes; all others have two."""
 HOW = ("process", "process", "process", "process", "hang", "agent")
 STEPS = 5
@@ -81,6 +85,7 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
         zero1 = Random(f"zero1/{seed}").random() < 1 / 3
     phase = phase or rng.choice(PHASES[:-1])
     layout = layout or rng.choice(LAYOUTS)
+    zero1 = zero1 and layout != "rows"
     tolerate = 2 if phase == "recovery" else rng.choice([1, 2])
     nodes = _draw_nodes(rng, layout, pipelines_of(layout, tolerate, zero1))
     if phase == "recovery":
@@ -90,7 +95,7 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
         if tolerate > 1 and rng.random() < 0.6:  # At the same moment, or in another step.
             same = rng.random() < 0.5
             kills.append(draw_kill(rng, nodes[1], phase, kills[0].after_steps if same else None))
-        if tolerate == 1 and layout != "alike" and kills[0].after_steps + 2 < STEPS:
+        if tolerate == 1 and layout not in LEFT_OUT and kills[0].after_steps + 2 < STEPS:
             # Once the first is recovered from: what has two holders again may lose one.
             kills.append(draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
     return Trial(seed, layout, tolerate, tuple(kills), zero1)
@@ -103,7 +108,7 @@ def with_last(trial: Trial, how: str) -> Trial:
 
 def _draw_nodes(rng: Random, layout: Layout, pipelines: tuple[int, ...]) -> list[int]:
     """Two that may be lost at once where two are tolerated."""
-    if layout != "alike":
+    if layout not in LEFT_OUT:
         return rng.sample(range(sum(pipelines)), k=2)
     # Who is killed during a recovery must have a part in it, so its own pipeline is whole.
     return [2 * pipeline + rng.randrange(2) for pipeline in rng.sample(range(len(pipelines)), k=2)]
@@ -135,6 +140,11 @@ def config_of(output: Path, tolerate: int, layout: Layout = "alike", zero1: bool
     if layout == "alike":
         return config
     values = config.model_dump(exclude_unset=True)
+    if layout == "rows":
+        number = sum(pipelines)
+        values["cluster"] = {"num_devices": number, "num_nodes": number}
+        values["parallel"] = {"planner": "fsdp", "num_microbatches": 1, "limits": {"dp": (number,)}}
+        return RunConfig.model_validate(values)
     del values["model"]["encoders"]["audio"]  # A pipeline of two nodes has room for one encoder.
     values["data"] |= {"no_sound": 1.0, "no_image": 0.0}
     values["cluster"] = {"num_devices": sum(pipelines), "num_nodes": sum(pipelines)}
@@ -150,6 +160,8 @@ def plan_and_templates(
     if layout == "alike":
         return plan_of(config), None
     problem = read_problem(config)
+    if layout == "rows":
+        return plan_for(config, problem), None
     templates = make_templates(problem)
     if layout == "shards":
         templates = replace(templates, by_nodes=_shards(*(m.workload.num_layers for m in problem.modules.values())))

@@ -263,6 +263,10 @@ def num_keepers(process: TrainingProcess, trainer: Trainer) -> int | None:
     return min(failures.tolerate + 1, len(nodes_of_pipelines(trainer.engine.plan, process._node_size)))
 
 
+Place = int | tuple[int, ...]
+"""Where a part begins; or which share of rows it is."""
+
+
 def check_replicas(trainer: Trainer, num_keepers: int | None = None) -> None:
     """Collective: all that hold a part of a parameter hold the same bits of it, all that keep its optimizer's state the
     same bits of that, however their stages are cut; and so many keep it, if it is given."""
@@ -270,26 +274,31 @@ def check_replicas(trainer: Trainer, num_keepers: int | None = None) -> None:
     states = trainer.optimizer.states()
     told = _gathered({p.name: p.shard for p in parameters if p.shard})
     shards = {name: shard for each in told for name, shard in each.items()}
-    mine: dict[tuple[str, int, str], str] = {}
+    mine: dict[tuple[str, Place, str], str] = {}
     for p in parameters:
         tensors = {"values": [p.parameter.detach()], "state": list(states.get(p.parameter, {}).values())}
         if not tensors["state"]:
             del tensors["state"]
+        if p.rows is not None:
+            members, cut = p.rows.members, (p.tp.rank, p.tp.size) if p.shard else (0, 1)
+            place = (members.rank, members.size, *cut)
+            mine |= {(p.name, place, what): _digest(of) for what, of in tensors.items()}
+            continue
         if (shard := shards.get(p.name)) is None:
             mine |= {(p.name, 0, what): _digest(of) for what, of in tensors.items()}
             continue
-        length, place = p.full_shape[shard.dim], 0
+        length, first_here = p.full_shape[shard.dim], 0
         pieces = [piece for t in range(MOST_SHARDS) for piece in local_ranges(length, shard, t, MOST_SHARDS)]
         for a, b in local_ranges(length, shard, p.tp.rank, p.tp.size) if p.shard else [(0, length)]:
             for first, last in pieces:
                 if a <= first < b:
-                    here = place + first - a, last - first
+                    here = first_here + first - a, last - first
                     for what, of in tensors.items():
                         digest = _digest([t.narrow(shard.dim, *here) if t.dim() else t for t in of])
                         mine[p.name, first, what] = digest
-            place += b - a
-    seen: dict[tuple[str, int, str], str] = {}
-    kept: Counter[tuple[str, int, str]] = Counter()
+            first_here += b - a
+    seen: dict[tuple[str, Place, str], str] = {}
+    kept: Counter[tuple[str, Place, str]] = Counter()
     for held in _gathered(mine):
         for key, digest in held.items():
             assert seen.setdefault(key, digest) == digest, f"replicas differ in {key}"

@@ -129,8 +129,9 @@ class ClusterConfig(Section):
 class FailuresConfig(Section):
     """Training that continues when nodes fail (docs/resilience.md)."""
 
-    tolerate: Count = 1
-    """Number of nodes that may fail at the same time without loss of state. Every layer has one more copy than this."""
+    tolerate: CountOrNever = 1
+    """Number of nodes that may fail at the same time without loss of state. Every layer has one more copy than this.
+    With 0, a loss may take all nodes back to the last checkpoint."""
     detect_s: TimeoutS = 1.0
     """Seconds without a sign of life after which a node counts as lost."""
     secret_file: str | None = None
@@ -294,7 +295,6 @@ class RunConfig(Section):
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
-        self._can_lose_replicas()
         self._check_experts()
         self._check_towers()
         return self
@@ -382,24 +382,19 @@ class RunConfig(Section):
                 )
 
     def _shards_states_once(self) -> None:
-        """Refuses ZeRO-1 with sharded modules, except where nodes may fail, which supports both."""
-        if not self.parallel.zero1 or self.train.failures is not None:
+        """Refuses ZeRO-1 with sharded modules, except inside of stages where nodes may fail, which supports both."""
+        if not self.parallel.zero1:
             return
-        sharded = [f"explicit.{name}" for name, module in self.parallel.explicit.items() if module.fully_sharded]
-        for where in [*sharded, *(["limits"] if self.parallel.limits.fully_sharded else [])]:
+        survives = self.train.failures is not None
+        sharded = [
+            f"explicit.{name}"
+            for name, module in self.parallel.explicit.items()
+            if module.fully_sharded and (module.shares_over_replicas > 1 or not survives)
+        ]
+        for where in [*sharded, *(["limits"] if self.parallel.limits.fully_sharded and not survives else [])]:
             raise ValueError(
                 f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
             )
-
-    def _can_lose_replicas(self) -> None:
-        """Refuses replicas that share parameters where one of them may be lost."""
-        for name, module in self.parallel.explicit.items():
-            if self.train.failures is not None and module.shares_over_replicas > 1:
-                raise ValueError(
-                    f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
-                    "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
-                    "train.failures out: after a failure, train.resume: latest resumes from the checkpoint"
-                )
 
     def _check_experts(self) -> None:
         """Refuses distributed experts for parts and features with which they have not been verified."""

@@ -103,7 +103,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         run_ahead=config.parallel.run_ahead,
         chooses_run_ahead=is_open and "run_ahead" not in given,
         memory=_memory_options(config),
-        may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
+        may_share_parameters=not config.parallel.zero1,
         survives_losses=config.train.failures is not None,
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (Zhao et al. 2023): each device has its own samples and a share of all state.
 
 A replica of every module is on each device, and all replicas share parameters, gradients and optimizer state by rows.
+Where nodes may fail, groups of replicas share them, so many that each share has a living holder after the failures.
 Blocks of the language model are gathered when they are computed; encoders are gathered once in a step.
 """
 
@@ -17,8 +18,8 @@ def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
     """A replica on each device, all sharing their parameters."""
     if not problem.may_share_parameters:
         raise UserError(
-            "parallel.planner: with fsdp, replicas share all state, which leaves nothing for parallel.zero1 to shard "
-            "and no replica for train.failures to lose; leave these out, or give another planner"
+            "parallel.planner: with fsdp, replicas share all state, which leaves nothing for parallel.zero1 to shard; "
+            "leave zero1 out, or give another planner"
         )
     check_allows_tp_1(problem, "fsdp", problem.modules)
     if problem.num_devices not in problem.dp_sizes:
@@ -34,4 +35,11 @@ def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
     chunks = tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in problem.modules.items())
     layout = Layout(planner="fsdp", chunks=chunks, group_sizes=(1,), dp=problem.num_devices)
     plan = best_plan(problem, [layout], "fsdp", placement)
-    return next(sharing_plans(problem, plan), plan)
+    shared = next(sharing_plans(problem, plan), None)
+    if shared is None and problem.survives_losses:
+        raise UserError(
+            f"parallel.planner: fsdp cannot make {problem.failures + 1} groups of two or more devices on nodes of "
+            f"their own, so that {problem.failures} may be lost (train.failures.tolerate); give more nodes, tolerate "
+            "fewer, or give another planner"
+        )
+    return plan if shared is None else shared

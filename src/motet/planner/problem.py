@@ -178,11 +178,11 @@ class PlanningProblem:
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
     may_share_parameters: bool = True
-    """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
-    lost."""
+    """Whether planners may let replicas share their parameters; they may not under ZeRO-1."""
     survives_losses: bool = False
     """Whether training goes on after the loss of a node (`train.failures`). Planners then distribute no experts over
-    ranks, and `auto` moves no ranks of several replicas to one node."""
+    ranks, and let replicas share parameters in more than `failures` groups only; `auto` moves no ranks of several
+    replicas to one node."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None

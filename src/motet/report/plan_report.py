@@ -6,10 +6,12 @@ from typing import Any
 
 from motet.assignment.next_batch import stages_ahead
 from motet.costs.communication import communicator_bytes
-from motet.plan import ModulePlan, Plan
+from motet.errors import UserError
+from motet.plan import Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.problem import PlanningProblem
+from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.schedule.action import Compute, Kind
 from motet.schedule.communicators import communicators
 from motet.timeline import Timeline
@@ -57,17 +59,20 @@ def report_evaluation(
         "cost_comparison": compare_costs(problem, plan),
         "communicators": _communicators(evaluation),
         "sharing": {
-            name: {"replicas": module.sharded_replicas, "after_a_failure": _after_a_failure(module, problem)}
+            name: {"replicas": module.sharded_replicas, "after_a_failure": _after_a_failure(plan, problem)}
             for name, module in plan.modules.items()
             if module.fully_sharded
         },
     }
 
 
-def _after_a_failure(module: ModulePlan, problem: PlanningProblem) -> str:
-    """The consequence of losing a rank that holds a share of the module's parameters."""
-    has_other_holders = len(module.replicas) > module.sharded_replicas
-    if problem.survives_losses and has_other_holders:
+def _after_a_failure(plan: Plan, problem: PlanningProblem) -> str:
+    """The consequence of losing a rank, and with it its node, that holds a share of the parameters."""
+    try:
+        num_holders = len(nodes_of_pipelines(plan, problem.cluster.devices_per_node))
+    except UserError:  # A node's loss may take several of them along.
+        num_holders = 1
+    if problem.survives_losses and num_holders > 1:
         return "training goes on with the shares that other replicas hold"
     return "training restarts from the checkpoint"
 

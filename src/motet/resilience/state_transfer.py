@@ -1,5 +1,7 @@
 """Moves parameters and optimizer states between ranks, so that every rank has what its new plan needs (thesis 2.5).
 
+Rows that replicas share are copied share by share, each whole, as no recovery changes how they are cut.
+
 Frozen parameters are not copied: a stage is built with them. The corrections of routers' scores are, which every holder
 updates alike and which have no moments. Moments may be held by other ranks than the parameter:
 under ZeRO-1 with `train.failures`, f + 1 replicas of each parameter own its optimizer state and update it
@@ -61,18 +63,20 @@ Kind = Literal["values", "moments"]
 
 
 class Item(NamedTuple):
-    """A parameter's values or its moments."""
+    """A parameter's values or its moments; where replicas share it by rows, those of one share."""
 
     parameter: str
     kind: Kind
+    share: str = ""
+    """Name of the share, the same wherever it is held; "": the parameter is not shared by rows."""
 
 
 @dataclass(frozen=True)
 class ItemDescription:
-    """The part of an item that one rank holds."""
+    """The part of an item that one rank holds. A share of rows is held whole."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the whole tensor, or of the share."""
     shard: Shard | None
     tp_rank: int
     tp_size: int
@@ -125,14 +129,16 @@ class LocalState:
                 "values": is_corrected or self.optimizer.is_current(p.parameter),
                 "moments": not is_corrected and self.optimizer.keeps(p.parameter),
             }
+            shape = p.full_shape if p.rows is None else tuple(p.parameter.shape)
+            is_cut = p.rows is None and p.shard is not None
             for kind in is_here:
-                if is_here[kind]:
-                    result[Item(name, kind)] = ItemDescription(
-                        shape=p.full_shape or (1,),
-                        shard=p.shard,
-                        tp_rank=p.tp.rank,
-                        tp_size=p.tp.size,
-                        num_bytes=_bytes_per_element(p.parameter, kind) * torch.Size(p.full_shape).numel(),
+                if is_here[kind] and p.parameter.numel():
+                    result[_item(p, kind)] = ItemDescription(
+                        shape=shape or (1,),
+                        shard=p.shard if is_cut else None,
+                        tp_rank=p.tp.rank if is_cut else 0,
+                        tp_size=p.tp.size if is_cut else 1,
+                        num_bytes=_bytes_per_element(p.parameter, kind) * torch.Size(shape).numel(),
                         steps=float(states[p.parameter]["step"]) if p.parameter in states else 0.0,
                     )
         return result
@@ -143,7 +149,7 @@ class LocalState:
 
     def values(self) -> dict[Item, list[Tensor]]:
         """What changes during training, at least one-dimensional, sharing memory with it."""
-        return {Item(name, "values"): [_at_least_1d(p.parameter)] for name, p in self._copied().items()}
+        return {_item(p, "values"): [_at_least_1d(p.parameter)] for p in self._copied().values()}
 
     def tensors(self) -> dict[Item, list[Tensor]]:
         """The values and the moments that exist here."""
@@ -151,11 +157,18 @@ class LocalState:
             self.optimizer.initialize_states()
         states = self.optimizer.states()
         moments = {
-            Item(name, "moments"): [_at_least_1d(state) for key, state in states[p.parameter].items() if key != "step"]
-            for name, p in self.trained().items()
+            _item(p, "moments"): [_at_least_1d(state) for key, state in states[p.parameter].items() if key != "step"]
+            for p in self.trained().values()
             if p.parameter in states
         }
         return self.values() | moments
+
+
+def _item(p: LocalParameter, kind: Kind) -> Item:
+    if p.rows is None:
+        return Item(p.name, kind)
+    share = f"rows {p.rows.members.rank} of {p.rows.members.size}"
+    return Item(p.name, kind, share if p.shard is None else f"{share} of shard {p.tp.rank} of {p.tp.size}")
 
 
 def _bytes_per_element(parameter: Tensor, kind: Kind) -> int:
@@ -203,8 +216,8 @@ class TransferPlan:
     @property
     def missing_descriptions(self) -> tuple[str, ...]:
         """Names the missing parameters, and the missing states of parameters whose values are present."""
-        without_values = [item.parameter for item in self.missing if item.kind == "values"]
-        states = [item.parameter for item in self.missing if item.parameter not in without_values]
+        without_values = list(dict.fromkeys(item.parameter for item in self.missing if item.kind == "values"))
+        states = dict.fromkeys(item.parameter for item in self.missing if item.parameter not in without_values)
         return (*without_values, *(f"the optimizer's state of {parameter}" for parameter in states))
 
 

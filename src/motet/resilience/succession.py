@@ -10,7 +10,7 @@ from motet.errors import UserError
 from motet.plan import Plan, Replica
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
-from motet.planner.templates.pipelines import Templates, nodes_of_pipelines
+from motet.planner.templates.pipelines import Templates, nodes_of_pipelines, replicas_per_pipeline
 from motet.planner.templates.planner import make_templates
 from motet.resilience.membership import Change, Membership
 
@@ -23,18 +23,31 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
         raise UserError(
             f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
         )
-    num_pipelines = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes))
+    number, size = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)), replicas_per_pipeline(plan)
+    if size > 1 and failures.stop_below_guarantee:
+        raise UserError(
+            "train.failures.stop_below_guarantee: is not supported where replicas share parameters: groups "
+            "of them that lose a node are left out; set it to false"
+        )
     if failures.copy_every is not None:
         if config.parallel.zero1:
             raise UserError("train.failures.copy_every: is not supported with parallel.zero1; leave one of them out")
         if cluster.num_nodes < 2:
             raise UserError("train.failures.copy_every: cluster.num_nodes is 1, so no node could keep a copy; give 2")
         return
-    if num_pipelines <= failures.tolerate:
+    needed = failures.tolerate + 1
+    if number < needed:
+        of = f" of {size} replicas that share parameters" if size > 1 else ""
+        remedy = f"give dp: {needed * size}" + (" or fewer sharded_replicas" if size > 1 else "")
         raise UserError(
-            f"train.failures.tolerate: is {failures.tolerate}, but the plan has {num_pipelines} "
-            f"pipeline{'s' * (num_pipelines > 1)} on nodes of their own; give dp: {failures.tolerate + 1} and "
-            f"cluster.num_nodes of at least {failures.tolerate + 1}, tolerate fewer, or give copy_every"
+            f"train.failures.tolerate: is {failures.tolerate}, but the plan has {number} "
+            f"pipeline{'s' * (number > 1)}{of} on nodes of their own; {remedy} and cluster.num_nodes of at least "
+            f"{needed}, tolerate fewer, or give copy_every"
+        )
+    if number == 1 and not config.train.checkpoint_every:
+        raise UserError(
+            "train.failures.tolerate: is 0, and the plan has one pipeline, so a loss takes all nodes back to the last "
+            "checkpoint, but train.checkpoint_every is 0; give a number of steps, or more pipelines"
         )
 
 
@@ -53,8 +66,8 @@ class Succession:
 
     node_size: int
     templates: Templates | None
-    """None: spares take the places of lost nodes; pipelines that still lack a node are dropped, and all others stay as
-    they are."""
+    """None, or where replicas share parameters by rows: spares take the places of lost nodes; pipelines that still lack
+    a node are dropped, and all others stay as they are."""
     stops_below_guarantee: bool = False
     first_plan: str | None = None
     """JSON of the plan to return to without templates, when there are nodes for pipelines that were dropped."""
@@ -131,7 +144,7 @@ class Succession:
         num_nodes, out = plan.num_ranks // self.node_size, (*lost, *leaving)
         if not out and not num_candidates:
             return _NextPlan(plan, range(num_nodes), note="nothing changes")
-        if self.templates is None:
+        if self.templates is None or replicas_per_pipeline(plan) > 1:
             pipelines = nodes_of_pipelines(plan, self.node_size)
             instead, lacking = _fill_places(pipelines, out, range(num_nodes, num_nodes + num_candidates))
             kept = _drop_broken_pipelines(plan, lacking, self.node_size)
@@ -142,7 +155,7 @@ class Succession:
             unused = [num_nodes + i for i in range(num_candidates) if num_nodes + i not in used]
             whole, used = self._with_dropped_pipelines(whole, used, unused)
             is_intact = any(not set(nodes) & {*lacking, *instead} for nodes in pipelines)
-            note = f"{num_pipelines(whole)} whole pipeline{'s' * (num_pipelines(whole) > 1)}"
+            note = _whole_pipelines_text(whole)
             return _NextPlan(whole, used, note=note, needs_unplaced=not (is_intact and is_settled))
         found, too_few = reconfigure_below(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
         if found.plan is None:
@@ -166,7 +179,13 @@ class Succession:
 
 
 def num_pipelines(plan: Plan) -> int:
-    return min(len(module.replicas) for module in plan.modules.values())
+    return min(len(module.replicas) for module in plan.modules.values()) // replicas_per_pipeline(plan)
+
+
+def _whole_pipelines_text(plan: Plan) -> str:
+    number, size = num_pipelines(plan), replicas_per_pipeline(plan)
+    of = f" of {size} replicas that share parameters" if size > 1 else ""
+    return f"{number} whole pipeline{'s' * (number > 1)}{of}"
 
 
 def _first_pipelines(plan: Plan, number: int, node_size: int) -> Plan:
@@ -174,7 +193,7 @@ def _first_pipelines(plan: Plan, number: int, node_size: int) -> Plan:
     ranks = {
         rank
         for module in plan.modules.values()
-        for replica in module.replicas[number:]
+        for replica in module.replicas[number * replicas_per_pipeline(plan) :]
         for stage in replica.stages
         for rank in stage.ranks
     }
@@ -219,11 +238,9 @@ def _drop_broken_pipelines(plan: Plan, lost_places: Sequence[int], node_size: in
     """Returns the plan without the pipelines that had a lost node, and the places of the nodes that it uses; None if no
     pipeline is left. The others keep their numbers of microbatches, which become larger."""
     lost = {place * node_size + i for place in lost_places for i in range(node_size)}
-    whole = [
-        r
-        for r in range(num_pipelines(plan))
-        if not any(rank in lost for m in plan.modules.values() for s in m.replicas[r].stages for rank in s.ranks)
-    ]
+    size = replicas_per_pipeline(plan)
+    broken = {r // size for _, r, _, stage in plan.stages() if lost & {*stage.ranks}}
+    whole = [r for r in range(num_pipelines(plan) * size) if r // size not in broken]
     if not whole:
         return None
     used = sorted(

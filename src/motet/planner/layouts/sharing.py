@@ -5,20 +5,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from motet.cluster import Cluster
+from motet.errors import UserError
 from motet.plan import ModulePlan, Plan
 from motet.planner.problem import PlanningProblem
+from motet.planner.templates.pipelines import nodes_of_pipelines
 
 
 def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     """The plan with the parameters of every module shared by all of its replicas; and, if they are on several nodes, by
     the replicas of each node (hybrid). Each also with parameters that are whole during a step (ZeRO-2). Nothing if no
-    module can share, or if the run does not allow it."""
+    module can share, or if the run does not allow it. Where nodes may fail, as many groups of replicas share as may be
+    lost and one more, each on nodes of its own."""
     if not problem.may_share_parameters:
         return
+    num_groups = problem.failures + 1 if problem.survives_losses else 1
     seen = [plan.modules]
     for within_nodes in (False, True):
-        modules = {name: _shared(plan, name, problem.cluster if within_nodes else None) for name in plan.modules}
-        if modules not in seen:
+        cluster = problem.cluster if within_nodes else None
+        modules = {name: _shared(plan, name, num_groups, cluster) for name in plan.modules}
+        if modules not in seen and (not problem.survives_losses or _survives(replace(plan, modules=modules), problem)):
             seen.append(modules)
             yield replace(plan, modules=modules)
             whole = {
@@ -27,13 +32,21 @@ def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
             yield replace(plan, modules=whole)
 
 
-def _shared(plan: Plan, name: str, within_nodes_of: Cluster | None) -> ModulePlan:
-    """The module with as many replicas sharing as possible."""
+def _survives(plan: Plan, problem: PlanningProblem) -> bool:
+    """Whether the plan keeps a copy of everything after as many failures of nodes as the run tolerates."""
+    try:
+        return len(nodes_of_pipelines(plan, problem.cluster.devices_per_node)) > problem.failures
+    except UserError:
+        return False
+
+
+def _shared(plan: Plan, name: str, num_groups: int, within_nodes_of: Cluster | None) -> ModulePlan:
+    """The module with as many replicas sharing as possible, in at least so many groups."""
     module = plan.modules[name]
     copies = {other.copy_of for other in plan.modules.values()}
     if module.kind == "loss" or module.copy_of is not None or name in copies or module.fully_sharded:
         return module
-    for number in range(len(module.replicas), 1, -1):
+    for number in range(len(module.replicas) // num_groups, 1, -1):
         if len(module.replicas) % number or not _fit_together(module, number, within_nodes_of):
             continue
         changed = replace(module, fully_sharded=True, sharded_replicas=number)

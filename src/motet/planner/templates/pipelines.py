@@ -4,6 +4,8 @@ A pipeline is one copy of the whole model: replica r of every module. The node i
 has whole nodes of its own. A template describes a pipeline on a given number of nodes. Node n has the ranks
 [n * devices_per_node, (n + 1) * devices_per_node).
 
+Replicas that share parameters by rows hold one copy together: they are one pipeline, of which templates are not made.
+
 **Sizes.** n0 is the smallest number of nodes on which the model fits. There is a template for each of n0 .. N - f n0
 nodes: the largest pipeline is what remains when f pipelines have n0 nodes. Appendix A asks for more than n0 - 1
 templates, which is sufficient but not necessary: k pipelines of consecutive sizes n0 .. n_max have any number of nodes
@@ -24,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 import numpy as np
 
@@ -126,6 +129,12 @@ def renumber_ranks(plan: Plan, rank_of: Mapping[int, int]) -> Plan:
     return replace(plan, modules=modules)
 
 
+def replicas_per_pipeline(plan: Plan) -> int:
+    """Returns the number of successive replicas that hold one copy of the model together: those that share parameters
+    by rows are one pipeline, else each replica is one."""
+    return lcm(*(module.sharded_replicas for module in plan.modules.values()))
+
+
 def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...]]:
     """Returns the nodes of each pipeline, ascending.
 
@@ -138,16 +147,18 @@ def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...
             f"plan: modules have unequal numbers of replicas ({listed}); to survive failures, each "
             "pipeline needs one replica of each module: give all modules equally many"
         )
-    result: list[set[int]] = [set() for _ in range(next(iter(numbers.values())))]
+    number = replicas_per_pipeline(plan)
+    result: list[set[int]] = [set() for _ in range(next(iter(numbers.values())) // number)]
     for _, r, _, stage in plan.stages():
-        result[r] |= {rank // devices_per_node for rank in stage.ranks}
+        result[r // number] |= {rank // devices_per_node for rank in stage.ranks}
+    what, of = ("replica", "") if number == 1 else ("group", f" of {number} replicas that share parameters")
     owner: dict[int, int] = {}
-    for r, nodes in enumerate(result):
+    for i, nodes in enumerate(result):
         for node in nodes:
-            if owner.setdefault(node, r) != r:
+            if owner.setdefault(node, i) != i:
                 raise UserError(
-                    f"plan: node {node} belongs to replicas {owner[node]} and {r}; a node that fails would end both: "
-                    f"give each replica whole nodes of {devices_per_node} devices"
+                    f"plan: node {node} belongs to {what}s {owner[node]} and {i}{of}; a node that fails would end "
+                    f"both: give each {what} whole nodes of {devices_per_node} devices"
                 )
     return [tuple(sorted(nodes)) for nodes in result]
 
