@@ -21,7 +21,7 @@ from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_mem
 from motet.attention.masks.token_layout import Document
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample
+from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample, attends_causally
 from motet.families.family_features import check_feature
 from motet.families.language_models import cross_attention_layers
 from motet.models.stages.causal import (
@@ -108,6 +108,8 @@ class LanguageModelStage(CausalStage):
         self._rules = attention_rules(model.config, media_attention)
         self._reaches = {reach_of(self._rules[block]) for block in self.own_blocks}
         """Sliding windows and chunks of the stage's blocks."""
+        self._masks_padding = not attends_causally(model.config)
+        """Whether padding, which stands behind its sample, has to be masked."""
         self._context: ContextParallel | None = None
         self._takes_share = False
         self._attends_by_sample = False
@@ -282,7 +284,7 @@ class LanguageModelStage(CausalStage):
         positions = None
         options: dict[str, Any]
         if context is None:
-            mask = sequences.attention_mask()
+            mask = sequences.attention_mask() if self._masks_padding else None
             options = {"attention_mask": None if mask is None else to_device(mask, device)}
             if self.packing:  # Else the model's own, which need not begin at 0 (RoBERTa).
                 positions = sequences.position_ids()
