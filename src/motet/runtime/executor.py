@@ -8,7 +8,7 @@ and for which message of which rank it waited.
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from weakref import WeakKeyDictionary
@@ -35,6 +35,8 @@ from motet.schedule.routes import Route, Routes
 
 Doing = BoundStep | str | None
 """The activity of a rank: a step of its program, or a description of something outside of it."""
+
+END = "the end of the iteration"
 
 MAX_BYTES_AHEAD = 2**22
 """Largest size of the buffers of receives that are posted before the program reaches them."""
@@ -120,7 +122,7 @@ class Executor:
                 else:
                     self._backward(step)
         self._doing = None
-        with self.doing("the end of the iteration"):
+        with self.doing(END):
             self._mailbox.finish()
             for runner in self.runners.values():
                 runner.end_iteration()
@@ -287,11 +289,20 @@ class Executor:
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
         """Sums in place over all ranks, before the deadline of the last iteration. Values may be on the host."""
-        with self.doing("the end of the iteration"):
+        self.start_sum(values, what)()
+
+    def start_sum(self, values: torch.Tensor, what: str) -> Callable[[], None]:
+        """As `sum_over_ranks`, except that the sum is there when the function that this returns was called."""
+        with self.doing(END):
             group = None if has_own_memory(values.device) else self._hosts
             work = dist.all_reduce(values, group=group, async_op=True)
-            assert work is not None
-            self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
+        assert work is not None
+
+        def finish() -> None:
+            with self.doing(END):
+                self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
+
+        return finish
 
     def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
         """Waits until the deadline of the last iteration. `what`: names the work in errors."""
