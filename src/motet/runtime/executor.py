@@ -257,7 +257,7 @@ class Executor:
 
     def _post(self, bound: BoundMessage, shape: tuple[int, ...]) -> None:
         # Of a resharded value nothing is sent where a piece has no rows.
-        if not bound.is_resharded or prod(shape):
+        if not bound.is_resharded or 0 not in shape:
             self._mailbox.receive(bound.message, bound.value, shape, bound.dtype, self.device)
 
     def _received_shape(self, bound: BoundMessage) -> tuple[int, ...]:

@@ -121,6 +121,24 @@ def test_causal_models_need_no_mask_for_padding(model_type: str) -> None:
     assert masks == [None]
 
 
+@pytest.mark.parametrize(("num_tokens", "num_logits"), [(40, 80), (20, 38)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_few_tokens_without_label_get_logits_too(num_tokens: int, num_logits: int, packing: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 100, (num_tokens,), generator=generator) for _ in range(2)]
+    features = [{"input_ids": own, "labels": own} for own in ids]
+    shapes: list[torch.Size] = []
+    with float64_throughout():
+        model = tiny_model("llama")
+        num_layers = num_causal_layers(model)
+        bounds = [(0, 2), (2, num_layers)]
+        stages = [LanguageModelStage("language_model", copy.deepcopy(model), own, packing=packing) for own in bounds]
+        stages[-1].module.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
+        ours = run_chain(stages, text_samples(ids), features)
+        assert largest_difference(ours, run_whole(model, features)) < 1e-9
+    assert [shape[:-1].numel() for shape in shapes] == [num_logits]
+
+
 def test_models_whose_tokens_see_those_behind_them_get_a_mask() -> None:
     assert not attends_causally(CONFIG_MAPPING["gemma3_text"](use_bidirectional_attention=True))
     assert not attends_causally(CONFIG_MAPPING["bloom"]())

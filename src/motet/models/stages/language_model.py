@@ -264,7 +264,7 @@ class LanguageModelStage(CausalStage):
         loss = None
         if has_labels:
             rows, labels = self._labelled(inputs.features, sequences, context, self.device)
-            loss = self.loss_sum(logits.index_select(0, rows), labels)
+            loss = self.loss_sum(logits if rows is None else logits.index_select(0, rows), labels)
         if sequences.packed:
             return pad_sequence(logits.split(sequences.lengths), batch_first=True), loss
         return logits.unflatten(0, sequences.shape), loss
@@ -330,15 +330,14 @@ class LanguageModelStage(CausalStage):
         sequences: SequenceLayout,
         context: ContextSequence | None,
         device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the tokens with a label; each token predicts the next of its own sample."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """As `labelled`; each token predicts the next of its own sample."""
         labels = labels_of(features)
         places = sequences.places_of_tokens()
         if context is not None:
             labels = labels[context.host_tokens].masked_fill(~context.host_held, IGNORED_LABEL)
             places = None
-        rows, labels = (to_device(found, device) for found in labelled(labels, places))
-        return rows, labels
+        return labelled(labels, places, device)
 
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:
