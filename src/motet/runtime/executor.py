@@ -103,7 +103,7 @@ class Executor:
         bound = self._bound[program]
         self._mailbox = Mailbox(bound.addresses, bound.uses, self.deadline)
         self._to_receive = deque(bound.receives)
-        self._sizes_ahead: deque[int] = deque()
+        self._room, self._sizes_ahead = self._max_bytes_ahead, deque[int]()
         with self._naming_errors():
             for step in bound.steps:
                 self._doing = step
@@ -240,20 +240,19 @@ class Executor:
         gloo answers a send whose receive comes later by two more messages, during which its thread can keep a core
         busy for milliseconds (docs/decisions/messages.md)."""
         if self._sizes_ahead:
-            self._sizes_ahead.popleft()
+            self._room += self._sizes_ahead.popleft()
         else:
             bound = self._to_receive.popleft()
             self._post(bound, self._received_shape(bound))
-        room = self._max_bytes_ahead - sum(self._sizes_ahead)
-        while room > 0 and self._to_receive:
+        while self._to_receive and self._room > 0:
             bound = self._to_receive[0]
             shape = self._received_shape(bound)
             size = prod(shape) * bound.dtype.itemsize
-            if size > room:
+            if size > self._room:
                 return
             self._post(self._to_receive.popleft(), shape)
             self._sizes_ahead.append(size)
-            room -= size
+            self._room -= size
 
     def _post(self, bound: BoundMessage, shape: tuple[int, ...]) -> None:
         # Of a resharded value nothing is sent where a piece has no rows.
@@ -264,6 +263,8 @@ class Executor:
         message, runner = bound.message, bound.runner
         route = self._routes.outgoing[message.source][bound.route]
         shape = runner.output_shape(route) if message.gradient else runner.input_shape(route)
+        if bound.is_plain:
+            return shape
         if bound.num_shares > 1:
             shape = (*shape[:-2], -(-shape[-2] // bound.num_shares), shape[-1])
         if bound.is_resharded and (piece := self._piece(bound, route)) is not None:
