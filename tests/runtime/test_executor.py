@@ -7,9 +7,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from distributed import run_distributed
 from nccl_rules import run_under_nccl_rules
 from one_process import Run
 from torch import Tensor
-from toy_model import ToyBatch, ToyStage, reference
+from toy_model import WIDTH, ToyBatch, ToyStage, reference
 from waiting import wait_until
 
 from motet.assignment.sample import Sample, Segment
@@ -26,6 +28,7 @@ from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.tensor.tensor_parallel import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime import engine as engine_module
+from motet.runtime import executor as executor_module
 from motet.runtime.communication import deadline as deadline_module
 from motet.runtime.communication.deadline import (
     Deadline,
@@ -34,8 +37,11 @@ from motet.runtime.communication.deadline import (
     Watchdog,
     interrupted_after,
 )
+from motet.runtime.communication.messages import Mailbox
 from motet.runtime.engine import Engine
+from motet.runtime.executor import Executor
 from motet.runtime.local_model import StageMaker
+from motet.schedule.lower import Message
 
 TIMEOUT_S = 3.0
 """Of a step that does not end; one that does takes milliseconds."""
@@ -369,3 +375,47 @@ def test_dropout_depends_on_the_seed_and_nothing_else() -> None:
     assert once == again != other
     assert gpipe == [once, again, other]
     assert first == second
+
+
+@pytest.mark.parametrize(("run", "room", "num_ahead"), [(run_distributed, 2, 2), (run_under_nccl_rules, 2, 0)])
+def test_receives_are_posted_ahead_where_tags_pair_them(
+    monkeypatch: pytest.MonkeyPatch, run: Run, room: int, num_ahead: int
+) -> None:
+    """In the program's order, as far as there is room, which is here that of two messages."""
+    message_bytes = 3 * WIDTH * torch.float64.itemsize
+    monkeypatch.setattr(executor_module, "MAX_BYTES_AHEAD", (room + 1) * message_bytes - 1)
+    plan = replace(plan_of(llm((0,), (1,))), num_microbatches=6)
+    batch = ToyBatch([Sample(str(i), {"llm": (Segment(3),)}, {"llm": 3}) for i in range(6)])
+
+    def work(rank: int) -> tuple[list[int], list[str], list[str], float, float]:
+        engine = Engine(
+            plan,
+            lambda name, module, stage, tp: ToyStage(plan, name, module, stage),
+            device=torch.device("cpu"),
+            boundary_dtype=torch.float64,
+        )
+        ahead: list[int] = []
+        posted: list[str] = []
+        receive, receive_next = Mailbox.receive, Executor._receive_next
+
+        def note_receive(box: Mailbox, message: Message, *args: Any) -> None:
+            posted.append(str(message))
+            receive(box, message, *args)
+
+        def note_next(executor: Executor) -> None:
+            receive_next(executor)
+            ahead.append(len(posted) - len(ahead) - 1)
+
+        with (
+            mock.patch.object(Mailbox, "receive", note_receive),
+            mock.patch.object(Executor, "_receive_next", note_next),
+        ):
+            loss = engine.run(batch).loss
+        (program,) = engine._programs.values()
+        planned = [str(step) for step in program.steps if isinstance(step, Message) and step.receiver == rank]
+        return ahead, posted, planned, loss, reference(plan, batch)[0]
+
+    for ahead, posted, planned, loss, expected in run(work, 2):
+        assert ahead == [num_ahead] * (6 - num_ahead) + list(range(num_ahead))[::-1]
+        assert posted == planned
+        assert loss == pytest.approx(expected)

@@ -71,6 +71,13 @@ def attends_by_sample(model_type: str, packed_attention: str) -> bool:
     return packed_attention != "sdpa"
 
 
+def attends_causally(config: Any) -> bool:
+    """Whether the tokens of such a model are known to see none behind them, padding included: attention of motet's own,
+    which is causal, has been shown equal to its own."""
+    is_shown = "context_parallel" in SHOWN_EQUAL.get(config.model_type, ())
+    return is_shown and not getattr(config, "use_bidirectional_attention", False)
+
+
 def packed_by_sample(workload: ModuleWorkload, packed_attention: str) -> ModuleWorkload:
     """The shape of a language model whose samples are packed, with the pairs that its attention computes."""
     by_sample = attends_by_sample(workload.family, packed_attention)

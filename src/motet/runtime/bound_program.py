@@ -92,6 +92,8 @@ BoundStep = BoundMessage | BoundCompute | Reduce
 class BoundProgram(NamedTuple):
     local: LocalProgram
     steps: tuple[BoundStep, ...]
+    receives: tuple[BoundMessage, ...]
+    """Of the steps, in order."""
     uses: Mapping[int, int]
     """`LocalProgram.uses` by number of the value."""
     addresses: Mapping[Message, Address]
@@ -112,7 +114,8 @@ def bind(
     binding = _Binding(program, routes, runners, overlapping)
     steps = tuple(binding.bound(step) for step in program.steps)
     uses = {binding.number(value): count for value, count in program.uses.items()}
-    return BoundProgram(program, steps, uses, addresses_of(program.rank, program.tags, links))
+    receives = tuple(step for step in steps if isinstance(step, BoundMessage) and not step.is_sent)
+    return BoundProgram(program, steps, receives, uses, addresses_of(program.rank, program.tags, links))
 
 
 class _Binding:

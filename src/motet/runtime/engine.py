@@ -5,7 +5,7 @@ import math
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -341,13 +341,12 @@ class Engine:
                 if name in losses and runner.reports_loss(self.model.mesh.rank):
                     totals[list(losses).index(name)] += runner.loss_sum
             if not forward_only:
-                reached = self.model.reached() if self._trained else set()
+                forget_unreached = self._find_unreached() if self._trained else lambda: None
                 with self.executor.doing("the sums inside tensor-parallel groups"):
                     self.model.finish_gradients()
-                if self._trained:
-                    self._forget_unreached(reached)
                 self.router_corrections.sum_counts(self.executor, self.device)
                 totals[len(losses)] = to_device(self.model.counted_squared_norm(), self.device)
+                forget_unreached()
                 self.gradients_are_complete = self.was_aborted is None
             self.executor.sum_over_ranks(totals, "of losses")
 
@@ -389,13 +388,23 @@ class Engine:
         """The weighted sum of the modules' mean losses."""
         return sum(self.plan.modules[name].loss_weight * value / max(1, tokens[name]) for name, value in sums.items())
 
-    def _forget_unreached(self, mine: Set[str]) -> None:
-        """Leaves parameters without gradient that no rank's microbatches have reached. Collective.
+    def _find_unreached(self) -> Callable[[], None]:
+        """Looks for parameters that no rank's microbatches have reached; what it returns leaves them without gradient,
+        which was zero. Collective.
 
         All ranks learn it before gradients are complete: after a failure, each of them finishes the step alone."""
+        mine = self.model.reached()
         reached = torch.tensor([float(name in mine) for name in self._trained])
-        self.executor.sum_over_ranks(reached, "of reached parameters")
-        self.model.forget_gradients({n for n, count in zip(self._trained, reached.tolist(), strict=True) if not count})
+        finish = self.executor.start_sum(reached, "of reached parameters")
+
+        def forget() -> None:
+            finish()
+            counts = reached.tolist()
+            if 0.0 in counts:
+                unreached = {name for name, count in zip(self._trained, counts, strict=True) if not count}
+                self.model.forget_gradients(unreached)
+
+        return forget
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm over the whole model is at most `max_norm`. Collective.

@@ -7,8 +7,10 @@ and for which message of which rank it waited.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from motet.devices import has_own_memory, seed_generators, to_device
 from motet.models.stages.stage import Batch
 from motet.parallel.context.context_rows import Piece
-from motet.parallel.mesh import Mesh
+from motet.parallel.mesh import Mesh, pairs_by_tag
 from motet.parallel.tensor.tensor_collectives import rows_of_share
 from motet.plan import places
 from motet.runtime.bound_program import BoundCompute, BoundMessage, BoundProgram, BoundRead, BoundStep, bind
@@ -33,6 +35,11 @@ from motet.schedule.routes import Route, Routes
 
 Doing = BoundStep | str | None
 """The activity of a rank: a step of its program, or a description of something outside of it."""
+
+END = "the end of the iteration"
+
+MAX_BYTES_AHEAD = 2**22
+"""Largest size of the buffers of receives that are posted before the program reaches them."""
 
 
 class Executor:
@@ -57,6 +64,8 @@ class Executor:
         """The group in which values on the host are summed; None: all ranks' own."""
         if has_own_memory(device) and dist.get_backend() != "gloo":
             self._hosts = dist.new_group(backend="gloo", timeout=mesh.timeout)
+        # Elsewhere receives are paired with sends by their order, which is the program's.
+        self._max_bytes_ahead = MAX_BYTES_AHEAD if pairs_by_tag() else 0
         self._doing: Doing = None
         self.recorder = SpanRecorder(mesh.rank, device)
         """Of the iteration that was started last."""
@@ -93,11 +102,16 @@ class Executor:
                 self._bound[program] = bind(program, routes, self.runners, self._overlapping, self.mesh.links)
         bound = self._bound[program]
         self._mailbox = Mailbox(bound.addresses, bound.uses, self.deadline)
+        self._to_receive = deque(bound.receives)
+        self._room, self._sizes_ahead = self._max_bytes_ahead, deque[int]()
         with self._naming_errors():
             for step in bound.steps:
                 self._doing = step
                 if isinstance(step, BoundMessage):
-                    self._exchange(step)
+                    if step.is_sent:
+                        self._send(step)
+                    else:
+                        self._receive_next()
                 elif not isinstance(step, BoundCompute):
                     if not self.reducers[step].is_late:
                         self.reducers[step].start()
@@ -108,7 +122,7 @@ class Executor:
                 else:
                     self._backward(step)
         self._doing = None
-        with self.doing("the end of the iteration"):
+        with self.doing(END):
             self._mailbox.finish()
             for runner in self.runners.values():
                 runner.end_iteration()
@@ -205,32 +219,64 @@ class Executor:
                 result.index_add_(-2, to_device(torch.from_numpy(piece.kept), self.device), tensor)
         return result
 
-    def _exchange(self, bound: BoundMessage) -> None:
-        message, runner = bound.message, bound.runner
-        if bound.is_sent and bound.is_plain:
-            self._mailbox.send(message, self._mailbox.use(bound.value), answered=bound.is_answered)
-            return
-        route = self._routes.outgoing[message.source][bound.route]
-        piece = None
-        if not bound.is_whole:
-            piece = runner.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
-        if bound.is_sent:
-            tensor = _rows_of_piece(self._mailbox.use(bound.value), piece)
+    def _send(self, bound: BoundMessage) -> None:
+        message = bound.message
+        tensor = self._mailbox.use(bound.value)
+        if not bound.is_plain:
+            route = self._routes.outgoing[message.source][bound.route]
+            tensor = _rows_of_piece(tensor, self._piece(bound, route))
             if bound.num_shares > 1:
                 end = self._routes.stage(route.source if message.gradient else route.target)
                 share = places(end.ranks).index(message.receiver) % bound.num_shares
                 tensor = rows_of_share(tensor, share, bound.num_shares)
-            if tensor.numel() or not bound.is_resharded:
-                self._mailbox.send(message, tensor, answered=bound.is_answered)
-            return
+            if not tensor.numel() and bound.is_resharded:
+                return
+        self._mailbox.send(message, tensor, answered=bound.is_answered)
+
+    def _receive_next(self) -> None:
+        """Posts the next receive of the program, unless it was posted ahead, and ahead of the program as many of those
+        behind it as there is room for.
+
+        gloo answers a send whose receive comes later by two more messages, during which its thread can keep a core
+        busy for milliseconds (docs/decisions/messages.md)."""
+        if self._sizes_ahead:
+            self._room += self._sizes_ahead.popleft()
+        else:
+            bound = self._to_receive.popleft()
+            self._post(bound, self._received_shape(bound))
+        while self._to_receive and self._room > 0:
+            bound = self._to_receive[0]
+            shape = self._received_shape(bound)
+            size = prod(shape) * bound.dtype.itemsize
+            if size > self._room:
+                return
+            self._post(self._to_receive.popleft(), shape)
+            self._sizes_ahead.append(size)
+            self._room -= size
+
+    def _post(self, bound: BoundMessage, shape: tuple[int, ...]) -> None:
+        # Of a resharded value nothing is sent where a piece has no rows.
+        if not bound.is_resharded or 0 not in shape:
+            self._mailbox.receive(bound.message, bound.value, shape, bound.dtype, self.device)
+
+    def _received_shape(self, bound: BoundMessage) -> tuple[int, ...]:
+        message, runner = bound.message, bound.runner
+        route = self._routes.outgoing[message.source][bound.route]
         shape = runner.output_shape(route) if message.gradient else runner.input_shape(route)
+        if bound.is_plain:
+            return shape
         if bound.num_shares > 1:
             shape = (*shape[:-2], -(-shape[-2] // bound.num_shares), shape[-1])
-        if bound.is_resharded and piece is not None:
+        if bound.is_resharded and (piece := self._piece(bound, route)) is not None:
             shape = (*shape[:-2], len(piece.kept), shape[-1])
-            if not len(piece.kept):  # Nothing is sent, either.
-                return
-        self._mailbox.receive(message, bound.value, shape, bound.dtype, self.device)
+        return shape
+
+    def _piece(self, bound: BoundMessage, route: Route) -> Piece | None:
+        """The rows that a message carries of those that its sender has; None: all."""
+        message = bound.message
+        if bound.is_whole:
+            return None
+        return bound.runner.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
 
     def _seed_dropout(self, bound: BoundCompute) -> None:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
@@ -244,11 +290,20 @@ class Executor:
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
         """Sums in place over all ranks, before the deadline of the last iteration. Values may be on the host."""
-        with self.doing("the end of the iteration"):
+        self.start_sum(values, what)()
+
+    def start_sum(self, values: torch.Tensor, what: str) -> Callable[[], None]:
+        """As `sum_over_ranks`, except that the sum is there when the function that this returns was called."""
+        with self.doing(END):
             group = None if has_own_memory(values.device) else self._hosts
             work = dist.all_reduce(values, group=group, async_op=True)
-            assert work is not None
-            self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
+        assert work is not None
+
+        def finish() -> None:
+            with self.doing(END):
+                self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
+
+        return finish
 
     def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
         """Waits until the deadline of the last iteration. `what`: names the work in errors."""

@@ -9,6 +9,7 @@ from stage_chain import largest_difference, run_chain, run_whole, text_samples
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from motet.errors import UserError
+from motet.families.capabilities import attends_causally
 from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.tiny import perturb, tiny_config
 from motet.models.materialize import float64_throughout
@@ -94,3 +95,50 @@ def test_models_that_cannot_be_cut_are_refused(model_type: str, reason: str) -> 
         model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type]()))
     with pytest.raises(UserError, match=reason):
         LanguageModelStage("language_model", model, (0, 2))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_oss", "llama4_text"])
+def test_causal_models_need_no_mask_for_padding(model_type: str) -> None:
+    """Padding stands behind its sample. Windows and chunks are shorter than the longer sample."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 100, (length,), generator=generator) for length in (9, 14)]
+    features = [{"input_ids": own, "labels": own} for own in ids]
+    masks: list[object] = []
+
+    def note(module: torch.nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        masks.append(kwargs["attention_mask"])
+
+    with float64_throughout():
+        model = tiny_model(model_type)
+        assert attends_causally(model.config)
+        for key in ("sliding_window", "attention_chunk_size"):
+            if getattr(model.config, key, None):
+                setattr(model.config, key, 4)
+        stage = LanguageModelStage("language_model", copy.deepcopy(model), (0, num_causal_layers(model)))
+        stage.module.register_forward_pre_hook(note, with_kwargs=True)
+        ours = run_chain([stage], text_samples(ids), features)
+        assert largest_difference(ours, run_whole(model, features)) < 1e-9
+    assert masks == [None]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_logits"), [(40, 80), (20, 38)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_few_tokens_without_label_get_logits_too(num_tokens: int, num_logits: int, packing: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 100, (num_tokens,), generator=generator) for _ in range(2)]
+    features = [{"input_ids": own, "labels": own} for own in ids]
+    shapes: list[torch.Size] = []
+    with float64_throughout():
+        model = tiny_model("llama")
+        num_layers = num_causal_layers(model)
+        bounds = [(0, 2), (2, num_layers)]
+        stages = [LanguageModelStage("language_model", copy.deepcopy(model), own, packing=packing) for own in bounds]
+        stages[-1].module.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
+        ours = run_chain(stages, text_samples(ids), features)
+        assert largest_difference(ours, run_whole(model, features)) < 1e-9
+    assert [shape[:-1].numel() for shape in shapes] == [num_logits]
+
+
+def test_models_whose_tokens_see_those_behind_them_get_a_mask() -> None:
+    assert not attends_causally(CONFIG_MAPPING["gemma3_text"](use_bidirectional_attention=True))
+    assert not attends_causally(CONFIG_MAPPING["bloom"]())

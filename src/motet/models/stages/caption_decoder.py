@@ -50,9 +50,7 @@ class CaptionDecoderStage(CausalStage):
         mask = sequences.attention_mask()
         rows, labels = (None, None)
         if self.is_last:
-            rows, labels = (
-                to_device(own, self.device) for own in labelled(labels_of(features), sequences.places_of_tokens())
-            )
+            rows, labels = labelled(labels_of(features), sequences.places_of_tokens(), self.device)
         states, logits = self.run_layers(
             ids,
             hidden,

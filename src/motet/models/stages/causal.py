@@ -322,16 +322,25 @@ def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def labelled(labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the indices in the flattened [rows * columns] of the tokens with a label, and the labels.
+MAX_SHARE_WITHOUT_LABEL = 1 / 32
+"""Share of rows without label up to which logits are computed of all rows: choosing some and adding their gradients to
+the others' zeros takes longer."""
+
+
+def labelled(labels: Tensor, places: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """Returns the indices in the flattened [rows * columns] of the tokens with a label, and the labels; None, and all
+    labels, if few tokens have none.
 
     Computed by numpy: of narrow models torch's calls would take a noticeable part of a microbatch's time.
 
     Args:
         labels: [T] on the host, what each token is to predict.
         places: [T] on the host, where each token stands; None: one stands everywhere.
+        device: of the results.
     """
     of_tokens = labels.numpy()
     counted = np.flatnonzero(of_tokens != IGNORED_LABEL)
-    rows = counted if places is None else places.numpy()[counted]
-    return torch.from_numpy(rows), torch.from_numpy(of_tokens[counted])
+    if places is None and len(of_tokens) - len(counted) <= MAX_SHARE_WITHOUT_LABEL * len(of_tokens):
+        return None, to_device(labels, device)
+    rows = torch.from_numpy(counted if places is None else places.numpy()[counted])
+    return to_device(rows, device), to_device(torch.from_numpy(of_tokens[counted]), device)

@@ -196,8 +196,7 @@ class CompositeLanguageModelStage(CausalStage):
         outputs = self._encoder_outputs(inputs)
         rows, labels = (None, None)
         if self.is_last:
-            found = labelled(labels_of(features), sequences.places_of_tokens())
-            rows, labels = (to_device(tensor, self.device) for tensor in found)
+            rows, labels = labelled(labels_of(features), sequences.places_of_tokens(), self.device)
         ids = HostValues.of(token_ids(features, sequences), self.device)
         with self._giving(outputs) as given, self.observed(samples, sequences, None), values_known(self.device):
             states, logits = self.run_layers(

@@ -21,7 +21,7 @@ from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_mem
 from motet.attention.masks.token_layout import Document
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample
+from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample, attends_causally
 from motet.families.family_features import check_feature
 from motet.families.language_models import cross_attention_layers
 from motet.models.stages.causal import (
@@ -108,6 +108,8 @@ class LanguageModelStage(CausalStage):
         self._rules = attention_rules(model.config, media_attention)
         self._reaches = {reach_of(self._rules[block]) for block in self.own_blocks}
         """Sliding windows and chunks of the stage's blocks."""
+        self._masks_padding = not attends_causally(model.config)
+        """Whether padding, which stands behind its sample, has to be masked."""
         self._context: ContextParallel | None = None
         self._takes_share = False
         self._attends_by_sample = False
@@ -262,7 +264,7 @@ class LanguageModelStage(CausalStage):
         loss = None
         if has_labels:
             rows, labels = self._labelled(inputs.features, sequences, context, self.device)
-            loss = self.loss_sum(logits.index_select(0, rows), labels)
+            loss = self.loss_sum(logits if rows is None else logits.index_select(0, rows), labels)
         if sequences.packed:
             return pad_sequence(logits.split(sequences.lengths), batch_first=True), loss
         return logits.unflatten(0, sequences.shape), loss
@@ -282,7 +284,7 @@ class LanguageModelStage(CausalStage):
         positions = None
         options: dict[str, Any]
         if context is None:
-            mask = sequences.attention_mask()
+            mask = sequences.attention_mask() if self._masks_padding else None
             options = {"attention_mask": None if mask is None else to_device(mask, device)}
             if self.packing:  # Else the model's own, which need not begin at 0 (RoBERTa).
                 positions = sequences.position_ids()
@@ -328,15 +330,14 @@ class LanguageModelStage(CausalStage):
         sequences: SequenceLayout,
         context: ContextSequence | None,
         device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the tokens with a label; each token predicts the next of its own sample."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """As `labelled`; each token predicts the next of its own sample."""
         labels = labels_of(features)
         places = sequences.places_of_tokens()
         if context is not None:
             labels = labels[context.host_tokens].masked_fill(~context.host_held, IGNORED_LABEL)
             places = None
-        rows, labels = (to_device(found, device) for found in labelled(labels, places))
-        return rows, labels
+        return labelled(labels, places, device)
 
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:

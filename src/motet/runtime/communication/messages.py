@@ -1,8 +1,9 @@
 """Messages between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
 
 Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
-program reaches them and waited for when their value is read. Each message has a tag of its own, which gloo honours.
-NCCL does not: there each link has a communicator of its own, on which both ends post in the program's total order.
+program reaches them, or before, and waited for when their value is read. Each message has a tag of its own, which gloo
+honours, so its receives may be posted ahead of the program. NCCL does not: there each link has a communicator of its
+own, on which both ends post in the program's total order.
 """
 
 from collections import Counter, deque
