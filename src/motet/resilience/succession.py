@@ -23,11 +23,17 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
         raise UserError(
             f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
         )
-    number, size = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)), replicas_per_pipeline(plan)
+    pipelines = nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)
+    number, size = len(pipelines), replicas_per_pipeline(plan)
     if size > 1 and failures.stop_below_guarantee:
         raise UserError(
             "train.failures.stop_below_guarantee: is not supported where replicas share parameters: groups "
             "of them that lose a node are left out; set it to false"
+        )
+    if size > 1 and failures.replace_stragglers_after_s is not None and max(map(len, pipelines)) > 1:
+        raise UserError(
+            "train.failures.replace_stragglers_after_s: is not supported where replicas on several nodes share "
+            "parameters: they wait for each other, so all of them seem slow if one is; set it to null"
         )
     if failures.copy_every is not None:
         if config.parallel.zero1:
