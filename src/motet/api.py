@@ -386,6 +386,12 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
                 )
     if plan.run_ahead and config.train.failures is not None:
         raise UserError(f"--plan{path}: run_ahead: is true, which train.failures does not support; set it to false")
+    for name, module in plan.modules.items():
+        if module.ep > 1 and config.train.failures is not None:
+            raise UserError(
+                f"--plan{path}: modules.{name}.ep: is {module.ep}, but experts of ranks that fail have no other "
+                "holder; set it to 1, or leave train.failures out"
+            )
     if plan.run_ahead and (why := why_not_ahead(plan)) is not None:
         raise UserError(f"--plan{path}: run_ahead: {why}")
     keys = ["schedule", "run_ahead"]
