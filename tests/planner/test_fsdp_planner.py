@@ -69,6 +69,10 @@ def test_fsdp_is_refused_where_no_groups_can_be_lost(num_devices: int, devices_p
         make_plan(survivable(num_devices, devices_per_node, failures), "fsdp")
 
 
+def test_one_device_shares_with_nobody_where_no_loss_is_tolerated():
+    assert make_plan(survivable(1, 1, 0), "fsdp").num_ranks == 1
+
+
 def test_sharing_saves_memory_and_costs_time():
     problem = small_problem(num_devices=4, frozen=(), dp_sizes=(4,))
     sharded = evaluate(problem, make_plan(problem, "fsdp"))
