@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
+    from motet.resilience.health.free_memory import MemoryNeeds
     from motet.resilience.store.etcd import EtcdAddress, StoreAddress
 
 RunFile = str | Path | RunConfig
@@ -250,11 +251,13 @@ def train(
 
     check_features(config, plan)
     config = _as_planned(config, plan)
+    # Before the folder is claimed: `train.overwrite` deletes checkpoints in it.
+    needs = None if config.train.failures is None else _needs_of_nodes(config, evaluation, listen)
 
     # Under torchrun, the first rank claims the folder for all.
     with claimed_output(config.train) if is_first_process() else nullcontext(Path(config.train.output)) as output:
-        if config.train.failures is not None:
-            result = _train_on_nodes(config, evaluation, plan, listen, store)
+        if needs is not None:
+            result = _train_on_nodes(config, evaluation, needs, listen, store)
         else:
             from motet.runtime.launch import launch
             from motet.runtime.training.worker import train_worker
@@ -383,6 +386,12 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
                 )
     if plan.run_ahead and config.train.failures is not None:
         raise UserError(f"--plan{path}: run_ahead: is true, which train.failures does not support; set it to false")
+    for name, module in plan.modules.items():
+        if module.ep > 1 and config.train.failures is not None:
+            raise UserError(
+                f"--plan{path}: modules.{name}.ep: is {module.ep}, but experts of ranks that fail have no other "
+                "holder; set it to 1, or leave train.failures out"
+            )
     if plan.run_ahead and (why := why_not_ahead(plan)) is not None:
         raise UserError(f"--plan{path}: run_ahead: {why}")
     keys = ["schedule", "run_ahead"]
@@ -530,17 +539,12 @@ def _processes_of(config: RunConfig, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _train_on_nodes(
-    config: RunConfig,
-    evaluation: "Evaluation",
-    plan: Plan,
-    listen: "StoreAddress | None",
-    store: "EtcdAddress | None",
-) -> dict[str, Any]:
-    """Trains on nodes that go on when some of them fail: groups of processes of this machine, or nodes that join."""
-    from motet.resilience.succession import check_survivable, templates_of
+def _needs_of_nodes(config: RunConfig, evaluation: "Evaluation", listen: "StoreAddress | None") -> "MemoryNeeds":
+    """The memory that a process of a training on nodes needs. Raises `UserError` unless the run can begin, and survive
+    failures."""
+    from motet.resilience.succession import check_survivable
 
-    cluster = config.cluster
+    cluster, plan = config.cluster, evaluation.plan
     check_survivable(config, plan)
     from motet.runtime.launch import started_by_torchrun
 
@@ -555,20 +559,34 @@ def _train_on_nodes(
             f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
         )
     from motet.resilience.health.free_memory import MemoryNeeds, check_this_machine, needs_of_ranks
-    from motet.resilience.launch_nodes import train_on_nodes
 
     needs = needs_of_ranks(config, evaluation)
     if listen is None:
         check_this_machine(needs)
+    return MemoryNeeds.largest(needs)
+
+
+def _train_on_nodes(
+    config: RunConfig,
+    evaluation: "Evaluation",
+    needs: "MemoryNeeds",
+    listen: "StoreAddress | None",
+    store: "EtcdAddress | None",
+) -> dict[str, Any]:
+    """Trains on nodes that go on when some of them fail: groups of processes of this machine, or nodes that join."""
+    from motet.resilience.launch_nodes import train_on_nodes
+    from motet.resilience.succession import templates_of
+
+    cluster = config.cluster
     return train_on_nodes(
         config,
-        plan,
+        evaluation.plan,
         templates_of(evaluation.problem),
         num_nodes=cluster.num_nodes,
         node_size=cluster.num_devices // cluster.num_nodes,
         listen=listen,
         store=store,
-        needs=MemoryNeeds.largest(needs),
+        needs=needs,
     )
 
 

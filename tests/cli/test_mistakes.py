@@ -374,6 +374,17 @@ def test_a_plan_whose_modules_shard_their_states(capsys: pytest.CaptureFixture[s
         expect_mistake(capsys, arguments, message)
 
 
+def test_a_plan_whose_experts_could_be_lost(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan_file = run_file.with_name("plan.json")
+    assert main(["plan", str(run_file), "--set", EXPLICIT % ("", "", "tp: 2"), "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    document = json.loads(plan_file.read_text())
+    document["modules"]["language_model"]["ep"] = 2
+    plan_file.write_text(json.dumps(document))
+    arguments = ["train", run_file, "--plan", plan_file, "--set", "train.failures={}"]
+    expect_mistake(capsys, arguments, "modules.language_model.ep: is 2, but experts of ranks that fail have no other")
+
+
 def test_places_that_cannot_be_written(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     inside_a_file = run_file / "plan.json"
     assert main(["plan", str(run_file), "--out", str(inside_a_file)]) == 2

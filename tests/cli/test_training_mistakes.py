@@ -69,6 +69,10 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
         ),
         (["train.failures.tolerate=-1"], "train.failures.tolerate: is -1; give a whole number at least 0"),
         (["train.failures.tolerate=0"], "train.failures.tolerate: is 0, and the plan has one pipeline, so a loss"),
+        (
+            [*SURVIVING[1::2], "parallel.zero1=true", "train.failures.tolerate=0"],
+            "train.failures.tolerate: is 0, and with parallel.zero1 one pipeline keeps each state, so a loss",
+        ),
         (["train.failures.slow_ratio=1"], "train.failures.slow_ratio: is 1; give a number above 1 or null"),
         (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
         (["model.encoders.vision.path=/nowhere", "model.encoders.vision.config=null"], "vision.path: /nowhere"),
@@ -76,6 +80,16 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
 )
 def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: list[str], message: str) -> None:
     expect_refusal(capsys, run_file, overrides, message)
+
+
+def test_a_refused_run_deletes_no_checkpoints(
+    capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path
+) -> None:
+    there = run_file.parent / "output" / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, there)
+    refused = ["train.overwrite=true", "train.failures.tolerate=1"]
+    expect_refusal(capsys, run_file, refused, "train.failures.tolerate: is 1, but the plan has 1 pipeline")
+    assert there.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,15 @@ def test_auto_leaves_a_device_unused_and_says_so():
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
 
 
+def test_auto_says_so_of_chains_under_open_options_too():
+    problem = with_degrees(small_problem(num_devices=5, encoders=(), frozen=()), (1,), (1, 2, 4))
+    choice = choose(replace(problem, microbatch_numbers=(1, 2, 4), free_dp_sizes=(1, 2, 4)))
+    assert choice.found_by == "auto"
+    assert choice.evaluation.plan.num_ranks == 4
+    assert choice.evaluation.problem.num_devices == 5
+    assert "1 of 5 devices unused" in choice.why
+
+
 def test_fewer_devices_are_asked_for_only_where_they_can_win():
     asked = []
 

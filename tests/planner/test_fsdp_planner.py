@@ -54,10 +54,23 @@ def test_where_nodes_may_fail_groups_share(devices_per_node: int, failures: int,
     assert all(len(nodes_of_pipelines(each, devices_per_node)) > failures for each in shared)
 
 
+def test_more_groups_share_where_fewer_do_not_fill_nodes():
+    """On nine nodes of two devices: three groups of three nodes, as two would share a node."""
+    problem = survivable(18, 2, 1)
+    problem = replace(problem, samples=problem.samples * 2, num_microbatches=1)
+    plan = make_plan(problem, "fsdp")
+    assert {module.sharded_replicas for module in plan.modules.values()} == {6}
+    assert nodes_of_pipelines(plan, 2) == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+
+
 @pytest.mark.parametrize(("num_devices", "devices_per_node", "failures"), [(8, 8, 1), (8, 1, 4), (6, 4, 1), (4, 4, 1)])
 def test_fsdp_is_refused_where_no_groups_can_be_lost(num_devices: int, devices_per_node: int, failures: int):
     with pytest.raises(ValueError, match=f"cannot make {failures + 1} groups of two or more devices on nodes of"):
         make_plan(survivable(num_devices, devices_per_node, failures), "fsdp")
+
+
+def test_one_device_shares_with_nobody_where_no_loss_is_tolerated():
+    assert make_plan(survivable(1, 1, 0), "fsdp").num_ranks == 1
 
 
 def test_sharing_saves_memory_and_costs_time():

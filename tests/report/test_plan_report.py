@@ -46,3 +46,12 @@ def test_a_plan_says_what_follows_the_loss_of_a_share(
     lines = [line for line in report_text(values).splitlines() if "share parameters" in line]
     assert len(lines) == (text is not None)
     assert all(line.startswith(f"language_model: {text}") for line in lines)
+
+
+@pytest.mark.parametrize(("failures", "follows"), [(0, "restarts from the checkpoint"), (1, GOES_ON)])
+def test_under_zero1_a_loss_takes_states_that_nobody_else_keeps(failures: int, follows: str) -> None:
+    problem = small_problem(num_devices=4, encoders=(), frozen=(), survives_losses=True, failures=failures)
+    memory = replace(problem.memory, zero1=True, state_copies=failures + 1)
+    problem = replace(problem, memory=memory, cluster=replace(problem.cluster, devices_per_node=2))
+    values = report_evaluation(evaluate(problem, explicit_plan(problem, {"language_model": IN_STAGES})))
+    assert f"{IN_STAGE} {follows}" in report_text(values)

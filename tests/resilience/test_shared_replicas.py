@@ -220,6 +220,10 @@ def test_plans_that_cannot_lose_a_share_are_refused(tmp_path: Path) -> None:
     stopping = config_of(tmp_path, train__failures={"tolerate": 1, "stop_below_guarantee": True})
     with pytest.raises(UserError, match="stop_below_guarantee: is not supported where replicas share parameters"):
         check_survivable(stopping, two)
+    replacing = {"tolerate": 1, "replace_stragglers_after_s": 60}
+    with pytest.raises(UserError, match="replace_stragglers_after_s: is not supported where replicas on several nodes"):
+        check_survivable(config_of(tmp_path, train__failures=replacing), two)
+    check_survivable(config_of(tmp_path, num_nodes=2, train__failures=replacing), two)
     apart = config_of(tmp_path, num_nodes=1)
     with pytest.raises(UserError, match="node 0 belongs to groups 0 and 1 of 2 replicas that share parameters"):
         check_survivable(apart, two)

@@ -590,7 +590,8 @@ class _Search:
         plan = replace(best.plan, planner=PLANNER)
         plans = [each.plan for each in self.evaluations]
         return Choice(
-            evaluation=replace(best, plan=plan),
+            # A chain may have been simulated on fewer devices than there are.
+            evaluation=replace(best, plan=plan, problem=best.problem.with_num_devices(self.problem.num_devices)),
             found_by=found_by,
             named=self.named,
             too_slow=self.too_slow,

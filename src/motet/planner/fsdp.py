@@ -36,7 +36,7 @@ def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
     layout = Layout(planner="fsdp", chunks=chunks, group_sizes=(1,), dp=problem.num_devices)
     plan = best_plan(problem, [layout], "fsdp", placement)
     shared = next(sharing_plans(problem, plan), None)
-    if shared is None and problem.survives_losses:
+    if shared is None and problem.survives_losses and problem.failures > 0:
         raise UserError(
             f"parallel.planner: fsdp cannot make {problem.failures + 1} groups of two or more devices on nodes of "
             f"their own, so that {problem.failures} may be lost (train.failures.tolerate); give more nodes, tolerate "

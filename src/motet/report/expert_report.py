@@ -94,7 +94,7 @@ def plan_features(plan: Plan) -> dict[str, str]:
         parts += [f"ep {module.ep}"] if module.ep > 1 else []
         parts.append(f"{len(module.replicas)} replicas")
         parts += ["sequence parallel"] if module.sequence_parallel else []
-        parts += [f"sharded over {max(module.sharded_replicas, stages[0].cp_size)}"] if module.fully_sharded else []
+        parts += [f"sharded over {module.sharded_replicas * stages[0].cp_size}"] if module.fully_sharded else []
         parts += ["parameters whole in a step"] if module.whole_parameters else []
         num_copies = sum(other.copy_of == name for other in plan.modules.values())
         parts += [f"{num_copies} copies on other ranks"] if num_copies else []

@@ -72,7 +72,7 @@ def _after_a_failure(plan: Plan, problem: PlanningProblem) -> str:
         num_holders = len(nodes_of_pipelines(plan, problem.cluster.devices_per_node))
     except UserError:  # A node's loss may take several of them along.
         num_holders = 1
-    if problem.survives_losses and num_holders > 1:
+    if problem.survives_losses and problem.memory.num_keepers(num_holders) > 1:
         return "training goes on with the shares that other replicas hold"
     return "training restarts from the checkpoint"
 

@@ -4,8 +4,8 @@ The peers of a rank are the ranks with the same layers in other replicas. They m
 so the time of one action over the last steps is compared.
 
 Limits: a rank without peers (pipelines may be cut differently) is not judged. Ranks of one tensor- or context-parallel
-group wait for each other inside their computation, so if one is slow, all of them are. Of two peers, the slower one is
-reported. It imports no torch.
+group, and replicas that share parameters, wait for each other inside their computation, so if one is slow, all of them
+are. Of two peers, the slower one is reported. It imports no torch.
 """
 
 import time

@@ -23,11 +23,17 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
         raise UserError(
             f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
         )
-    number, size = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)), replicas_per_pipeline(plan)
+    pipelines = nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes)
+    number, size = len(pipelines), replicas_per_pipeline(plan)
     if size > 1 and failures.stop_below_guarantee:
         raise UserError(
             "train.failures.stop_below_guarantee: is not supported where replicas share parameters: groups "
             "of them that lose a node are left out; set it to false"
+        )
+    if size > 1 and failures.replace_stragglers_after_s is not None and max(map(len, pipelines)) > 1:
+        raise UserError(
+            "train.failures.replace_stragglers_after_s: is not supported where replicas on several nodes share "
+            "parameters: they wait for each other, so all of them seem slow if one is; set it to null"
         )
     if failures.copy_every is not None:
         if config.parallel.zero1:
@@ -44,10 +50,14 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
             f"pipeline{'s' * (number > 1)}{of} on nodes of their own; {remedy} and cluster.num_nodes of at least "
             f"{needed}, tolerate fewer, or give copy_every"
         )
-    if number == 1 and not config.train.checkpoint_every:
+    # Under ZeRO-1 so many pipelines keep each state.
+    keeps_alone = failures.tolerate == 0 and (number == 1 or config.parallel.zero1)
+    if keeps_alone and not config.train.checkpoint_every:
+        why = "the plan has one pipeline" if number == 1 else "with parallel.zero1 one pipeline keeps each state"
+        remedy = "more pipelines" if number == 1 else "tolerate: 1, or leave zero1 out"
         raise UserError(
-            "train.failures.tolerate: is 0, and the plan has one pipeline, so a loss takes all nodes back to the last "
-            "checkpoint, but train.checkpoint_every is 0; give a number of steps, or more pipelines"
+            f"train.failures.tolerate: is 0, and {why}, so a loss takes all nodes back to the last checkpoint, but "
+            f"train.checkpoint_every is 0; give a number of steps, or {remedy}"
         )
 
 

@@ -1,7 +1,7 @@
 """Variants of a plan in which replicas share their parameters (fully sharded over data parallelism), or gradients and
 optimizer state alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from motet.cluster import Cluster
@@ -18,18 +18,31 @@ def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     lost and one more, each on nodes of its own."""
     if not problem.may_share_parameters:
         return
-    num_groups = problem.failures + 1 if problem.survives_losses else 1
     seen = [plan.modules]
     for within_nodes in (False, True):
         cluster = problem.cluster if within_nodes else None
-        modules = {name: _shared(plan, name, num_groups, cluster) for name in plan.modules}
-        if modules not in seen and (not problem.survives_losses or _survives(replace(plan, modules=modules), problem)):
+        modules = _all_shared(problem, plan, cluster)
+        if modules not in seen:
             seen.append(modules)
             yield replace(plan, modules=modules)
             whole = {
                 name: replace(module, whole_parameters=module.shares_over_replicas) for name, module in modules.items()
             }
             yield replace(plan, modules=whole)
+
+
+def _all_shared(problem: PlanningProblem, plan: Plan, within_nodes_of: Cluster | None) -> Mapping[str, ModulePlan]:
+    """The modules with as many replicas sharing as possible; as they are where no group could be lost."""
+    if not problem.survives_losses:
+        return {name: _shared(plan, name, 1, within_nodes_of) for name in plan.modules}
+    totals = {len(module.replicas) for module in plan.modules.values()}
+    for num_groups in range(problem.failures + 1, max(totals)):
+        if all(total % num_groups for total in totals):
+            continue
+        modules = {name: _shared(plan, name, num_groups, within_nodes_of) for name in plan.modules}
+        if _survives(replace(plan, modules=modules), problem):
+            return modules
+    return plan.modules
 
 
 def _survives(plan: Plan, problem: PlanningProblem) -> bool:
