@@ -188,8 +188,9 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
 def share_cores(num_processes: int) -> None:
     """Gives torch, in one of so many processes of this machine, as many threads as its share of the cores, unless the
     user has said how many it takes."""
-    if not gives_threads():
-        torch.set_num_threads(max(1, available_cores() // num_processes))
+    number = torch.get_num_threads() if gives_threads() else max(1, available_cores() // num_processes)
+    # The pool of threads does not survive a fork. This mends it, which two threads must not do at once.
+    torch.set_num_threads(number)
 
 
 @contextmanager
