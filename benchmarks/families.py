@@ -1,9 +1,11 @@
 """Probes every causal language model and every model of several modalities that transformers declares: which features
 are equal to one process?
 
-Beside the features of `motet family check`, tensor and pipeline parallelism together on four processes. Each family is
-probed in a process of its own, which is ended when its time is up. Results are written after each family; started
-again, the script goes on after those that the file has, and after those that are published if there is no file:
+Beside the features of `motet family check`, tensor and pipeline parallelism together on four processes, and the export:
+plain transformers loads what motet writes of the model, with the same weights and, of a language model, the same
+logits. Each family is probed in a process of its own, which is ended when its time is up. Results are written after
+each family; started again, the script goes on after those that the file has, and after those that are published if
+there is no file:
 
     python -m benchmarks.families results.json
     python -m benchmarks.families results.json --only 'qwen|llama' --features pipeline 'tensor and pipeline'
@@ -19,6 +21,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import copy
 import json
 import multiprocessing
 import re
@@ -31,9 +34,11 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -43,13 +48,17 @@ from transformers.models.auto.modeling_auto import (
 from benchmarks.reporting import Report
 from motet.errors import UserError
 from motet.families.capabilities import FEATURES, KNOWN, digest_of, probed_versions, results_folder, write_capabilities
-from motet.families.tiny import tiny_config
+from motet.families.discovery.composite import composite_class_of
+from motet.families.stored_weights import weights_of
+from motet.families.tiny import perturb, tiny_config
+from motet.models.hub.weights import save_part
 from motet.runtime.verification.composite_probe import TRIALS as COMPOSITE_TRIALS
 from motet.runtime.verification.composite_probe import probe_composite
 from motet.runtime.verification.family_probe import TRIALS, Trial, config_of, probe
 
 TOGETHER = "tensor and pipeline"
 ALL_TRIALS = {**TRIALS, TOGETHER: Trial(stages=((0, 1), (2, 3)), tp_size=2)}
+EXPORT = "export"
 COMPOSITES = "composites/"
 """Before the type of a model of several modalities, in results."""
 WANTED = {"pipeline": 130, TOGETHER: 75}
@@ -87,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the JSON file; families that it has are not probed again")
     parser.add_argument("--only", metavar="PATTERN", default="", help="model types in which this pattern is found")
-    parser.add_argument("--features", nargs="+", choices=ALL_TRIALS, default=list(ALL_TRIALS), help="default: all")
+    parser.add_argument("--features", nargs="+", choices=[*ALL_TRIALS, EXPORT], default=[*ALL_TRIALS, EXPORT])
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for each family")
     parser.add_argument("--publish", action="store_true", help="put the results into the package")
     options = parser.parse_args(arguments)
@@ -123,7 +132,7 @@ def missing_trials(name: str, features: Sequence[str], results: Mapping[str, Any
     """Trials of a family that the results lack."""
     before = results.get(name, {})
     known = COMPOSITE_TRIALS if name.startswith(COMPOSITES) else ALL_TRIALS
-    wanted = [feature for feature in features if feature in known]
+    wanted = [feature for feature in features if feature in (*known, EXPORT)]
     return [] if "refused" in before else [f for f in wanted if f not in before.get("reasons", {})]
 
 
@@ -156,23 +165,53 @@ def _send_probed(sender: Connection, name: str, features: Sequence[str], before:
 
 def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:
     """The results of a family with those of these features. `before`: its earlier ones."""
-    model_type = name.removeprefix(COMPOSITES)
+    model_type, trials = name.removeprefix(COMPOSITES), [feature for feature in features if feature != EXPORT]
     try:
         if name.startswith(COMPOSITES):
             config = CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {}))
-            found = probe_composite(tiny_config(config, media=True), {f: COMPOSITE_TRIALS[f] for f in features})
+            tiny = tiny_config(config, media=True)
+            model_class = composite_class_of(tiny)
+            found = probe_composite(tiny, {feature: COMPOSITE_TRIALS[feature] for feature in trials})
         else:
-            tiny = tiny_config(usual_config(model_type))
-            found = probe(tiny, {feature: ALL_TRIALS[feature] for feature in features})
+            tiny, model_class = tiny_config(usual_config(model_type)), AutoModelForCausalLM
+            found = probe(tiny, {feature: ALL_TRIALS[feature] for feature in trials})
     except UserError as error:
         return {"refused": str(error)}
     except Exception as error:  # Whatever a configuration raises that has no default values.
         return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    if EXPORT in features:
+        found = replace(found, reasons={**found.reasons, EXPORT: why_export_differs(tiny, model_class)})
     reasons = {**before.get("reasons", {}), **found.reasons}
     if not name.startswith(COMPOSITES) and reasons.keys() >= FEATURES.keys():
         of_package = {feature: reasons[feature] for feature in FEATURES}
         write_capabilities(digest_of(tiny.to_dict()), replace(found, reasons=of_package))
     return asdict(replace(found, reasons=reasons))
+
+
+def why_export_differs(config: PretrainedConfig, model_class: Any) -> str | None:
+    """None if plain transformers loads the same model from what motet writes."""
+    torch.manual_seed(0)
+    try:
+        is_auto = model_class is AutoModelForCausalLM
+        model = (model_class.from_config if is_auto else model_class)(copy.deepcopy(config)).eval()
+        perturb(model)
+        with TemporaryDirectory() as folder:
+            save_part(Path(folder), type(model), model.config, weights_of(model), where="model")
+            loaded, info = model_class.from_pretrained(folder, output_loading_info=True)
+        if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+            return f"{missing[0]} is missing in the file or in the model"
+        stored, again = model.state_dict(), loaded.state_dict()
+        if differing := [key for key, value in stored.items() if not torch.equal(value, again[key])]:
+            return f"{differing[0]} differs"
+        if is_auto:
+            ids = torch.randint(3, config.get_text_config().vocab_size, (1, 9))
+            with torch.no_grad():
+                ours, plain = (each(input_ids=ids, use_cache=False).logits for each in (model, loaded.eval()))
+            # Of equal weights; kernels may round otherwise where tensors lie otherwise.
+            return None if torch.allclose(ours, plain, rtol=1e-4, atol=1e-5) else "the logits differ"
+    except Exception as error:  # Whatever such a model raises.
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
 
 
 def usual_config(model_type: str) -> PretrainedConfig:
@@ -211,7 +250,7 @@ def _report(results: dict[str, Any], is_written: bool) -> None:
         ),
     }
     for kind, (own, trials, wanted) in kinds.items():
-        _report_kind(report, kind, own, list(trials), wanted)
+        _report_kind(report, kind, own, [*trials, EXPORT], wanted)
     if is_written:
         report.write()
     else:

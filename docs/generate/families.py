@@ -13,12 +13,14 @@ COMPOSITES = "composites/"
 LANGUAGE_MODEL_FEATURES = {
     "pipeline": "pipeline 3",
     "tensor and pipeline": "tensor 2 x pipeline 2",
+    "export": "export",
     **{name: name.replace("_", " ") for name in FEATURES if name != "pipeline"},
 }
 """By name in the results: the heading."""
 COMPOSITE_FEATURES = {
     "pipeline": "encoders + pipeline 2",
     "tensor and pipeline": "encoders + tensor 2 x pipeline 2",
+    "export": "export",
 }
 
 
@@ -32,9 +34,10 @@ def describe(current: str) -> str:
     parts = [
         current.partition(MARKER)[0].rstrip(),
         MARKER,
-        f"Probed with {versions}, from {dates[0]} to {dates[-1]}, with the default values of each configuration\n"
+        f"Probed with {versions}, the last features on {dates[-1]}, with the default values of each configuration\n"
         "class: float64 throughout, over gloo processes, equal to 1e-9. An empty cell has not been probed; a number\n"
-        "is the reason below why the feature is refused.",
+        "is the reason below why the feature is refused. Export: plain transformers loads what motet writes of the\n"
+        "model, with the same weights, and language models have the same logits.",
         *_section("Language models", texts, LANGUAGE_MODEL_FEATURES),
         *_section("Models of several modalities", composites, COMPOSITE_FEATURES),
     ]
@@ -42,6 +45,8 @@ def describe(current: str) -> str:
 
 
 def _section(title: str, families: Mapping[str, Any], features: Mapping[str, str]) -> list[str]:
+    probed = {feature for family in families.values() for feature in family.get("reasons", ())}
+    features = {feature: heading for feature, heading in features.items() if feature in probed}
     causes: dict[str, int] = {}
     rows: list[Sequence[str]] = []
     for name, family in sorted(families.items()):

@@ -26,6 +26,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from motet.errors import UserError
+
 CORRECTION = "e_score_correction_bias"
 """transformers' name of what a router adds to its scores when it chooses experts, and only then."""
 
@@ -101,7 +103,9 @@ class StoredForm(Mapping[str, Tensor]):
     """View of a model's tensors as files have them: names, and for each expert a tensor. Read on access."""
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """`model`: on the meta device; `weights`: its tensors by name; `tensors`: their values."""
+        """`model`: on the meta device; `weights`: its tensors by name; `tensors`: their values.
+
+        Raises `UserError` where files have several tensors in one."""
         self._model, self._tensors = model, tensors
         names = {id(tensor): name for name, tensor in weights.items()}
         whole = revert_weight_conversion(model, dict(weights))
@@ -110,7 +114,11 @@ class StoredForm(Mapping[str, Tensor]):
         self._is_renamed = frozenset(self._origins)
         for name in weights.keys() - set(self._origins.values()):
             for key in revert_weight_conversion(model, {name: weights[name]}):
-                assert key in whole.keys() - self._origins.keys(), "transformers makes one stored tensor of several"
+                if key not in whole.keys() - self._origins.keys():
+                    raise UserError(
+                        f"export: transformers stores several tensors of a {type(model).__name__} as one ({key}), "
+                        "which motet does not write; take the weights from a checkpoint"
+                    )
                 self._origins[key] = name
         assert self._origins.keys() == whole.keys()
         self.shapes = {key: tensor.shape for key, tensor in whole.items()}

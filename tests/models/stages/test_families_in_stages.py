@@ -73,6 +73,7 @@ def test_three_stages_equal_the_plain_model(model_type: str) -> None:
         ("zamba2", "share the parameter"),
         ("glm_moe_dsa", "cannot be passed on token by token"),
         ("xlm", "spread over the lists"),
+        ("deepseek_v4", "hold whole numbers"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(model_type: str, reason: str) -> None:

@@ -48,11 +48,23 @@ def causal_paths(model: Any) -> CausalPaths:
         model: a `...ForCausalLM` of transformers, or a model of several modalities with a text model in it; on the meta
             device or with weights.
 
-    Raises `UserError` for a model that is not made of an embedding, a list of blocks and a head."""
+    Raises `UserError` for a model that is not made of an embedding, a list of blocks and a head, or that stores tables
+    of whole numbers, which are neither loaded nor exported."""
     if model not in _FOUND:
+        _check_buffers(model)
         find_exception = exceptional_families().get(model.config.model_type, _find)
         _FOUND[model] = find_exception(model)
     return _FOUND[model]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        is_counter = name.endswith("num_batches_tracked")
+        if not buffer.is_floating_point() and not is_counter and name in model.state_dict():
+            raise UserError(
+                f"{type(model).__name__}: its checkpoints hold whole numbers ({name}), which motet does not load; "
+                "it is not supported"
+            )
 
 
 def num_causal_layers(model: Any) -> int:
