@@ -3,17 +3,14 @@
 from pathlib import Path
 
 import pytest
-from interrupted_training import STEPS, at, before_each_step, die, failures, undisturbed
+from interrupted_training import STEPS, at, before_each_step, die, failures, once_a_node_has_joined, undisturbed
 from joining_nodes import one_that_joins
 from training import plan_of, run_config
-from waiting import wait_until
 
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.succession import check_survivable
-from motet.runtime.training.trainer import Trainer
 
 
 def one_pipeline(output: Path, **settings: object) -> RunConfig:
@@ -26,13 +23,7 @@ def one_pipeline(output: Path, **settings: object) -> RunConfig:
 
 def test_the_language_model_comes_from_the_neighbour(tmp_path: Path) -> None:
     config = one_pipeline(tmp_path, train__checkpoint_every=0)
-    plan, kill = plan_of(config), at(5, 1, die)
-
-    def lose(trainer: Trainer) -> None:
-        if trainer.finished_steps == 1:
-            wait_until(lambda: trainer.engine.wants_pause() or (tmp_path / FAILURES).exists())
-        kill(trainer)
-
+    plan, lose = plan_of(config), once_a_node_has_joined(tmp_path, at(5, 1, die))
     with before_each_step(lose), one_that_joins(config, plan, lambda: None):
         result = train_on_nodes(config, plan, None, num_nodes=2, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)

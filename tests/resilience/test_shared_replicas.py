@@ -18,6 +18,7 @@ from interrupted_training import (
     before_each_step,
     die,
     failures,
+    once_a_node_has_joined,
     undisturbed,
     wait_for_a_change,
 )
@@ -25,14 +26,12 @@ from joining_nodes import one_that_joins
 from ledger import applied_ids, recorded
 from training import LANGUAGE_MODEL, run_config
 from victims import check_replicas
-from waiting import wait_until
 
 from motet.api import read_problem
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import ContextOptions, ModulePlan, Plan, Replica, Stage
 from motet.planner.from_run_file import plan_for
-from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.membership import Change, Membership
 from motet.resilience.recover import TrainingProcess
@@ -192,13 +191,7 @@ def test_a_share_without_another_holder_comes_from_the_checkpoint(tmp_path: Path
 def test_a_share_without_another_holder_comes_from_the_neighbours_memory(tmp_path: Path) -> None:
     failing = {"tolerate": 0, "detect_s": 10, "copy_every": 2, "restarts": 0}
     config = config_of(tmp_path, num_nodes=2, num_devices=2, train__failures=failing)
-    plan, kill = plan_of(config), at(5, 1, die)
-
-    def lose(trainer: Trainer) -> None:
-        if trainer.finished_steps == 1:
-            wait_until(lambda: trainer.engine.wants_pause() or (tmp_path / FAILURES).exists())
-        kill(trainer)
-
+    plan, lose = plan_of(config), once_a_node_has_joined(tmp_path, at(5, 1, die))
     with before_each_step(lose), one_that_joins(config, plan, lambda: None):
         result = train_on_nodes(config, plan, None, num_nodes=2, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)

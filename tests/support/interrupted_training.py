@@ -100,6 +100,17 @@ def all_at(step: int, ranks: Sequence[int], act: Callable[[], None]) -> Callable
     return when_due
 
 
+def once_a_node_has_joined(folder: Path, act: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """`act` at each step, but step 1 waits until a node wants to join, or one was lost."""
+
+    def at_step(trainer: Trainer) -> None:
+        if trainer.finished_steps == 1:
+            wait_until(lambda: trainer.engine.wants_pause() or (folder / FAILURES).exists())
+        act(trainer)
+
+    return at_step
+
+
 def wait_for_a_change(trainer: Trainer) -> None:
     """However long it takes the agents to tell of it: a step before which this is called is not the last."""
     wait_until(trainer.engine.wants_pause)
