@@ -202,7 +202,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the dense model; the others have half of it")
     parser.add_argument("--repetitions", type=int, default=7, help="of the profiler")
     parser.add_argument("--only", default="", help="alternatives whose names begin so")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not any(name.startswith(args.only) for name in ALTERNATIVES):
+        parser.error(f"--only: {args.only!r} begins no alternative; there are {', '.join(ALTERNATIVES)}")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> Report:
