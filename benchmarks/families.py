@@ -199,7 +199,7 @@ def why_export_differs(config: PretrainedConfig, model_class: Any) -> str | None
             save_part(Path(folder), type(model), model.config, weights_of(model), where="model")
             loaded, info = model_class.from_pretrained(folder, output_loading_info=True)
         if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-            return f"{missing[0]} is missing in the file or in the model"
+            return f"{missing[0]} and {len(missing) - 1} others are missing in the file or in the model"
         stored, again = model.state_dict(), loaded.state_dict()
         if differing := [key for key, value in stored.items() if not torch.equal(value, again[key])]:
             return f"{differing[0]} differs"

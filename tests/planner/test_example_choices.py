@@ -76,5 +76,9 @@ def test_groups_share_parameters_where_nodes_may_be_lost() -> None:
     assert module.shares_over_replicas
     assert len(nodes_of_pipelines(choice.evaluation.plan, 8)) == 2
     assert not choose(replace(problem, may_share_parameters=False)).evaluation.fits
+    plan = choice.evaluation.plan
+    whole = {name: replace(m, fully_sharded=False, sharded_replicas=1) for name, m in plan.modules.items()}
+    unshared = replace(plan, modules=whole)
     one_node = replace(problem, cluster=replace(problem.cluster, devices_per_node=16))
-    assert not list(sharing_plans(one_node, choice.evaluation.plan))
+    assert list(sharing_plans(problem, unshared))
+    assert not list(sharing_plans(one_node, unshared))

@@ -74,8 +74,12 @@ def attends_by_sample(model_type: str, packed_attention: str) -> bool:
 def attends_causally(config: Any) -> bool:
     """Whether the tokens of such a model are known to see none behind them, padding included: attention of motet's own,
     which is causal, has been shown equal to its own."""
-    is_shown = "context_parallel" in SHOWN_EQUAL.get(config.model_type, ())
-    return is_shown and not getattr(config, "use_bidirectional_attention", False)
+    return "context_parallel" in SHOWN_EQUAL.get(config.model_type, ()) and is_causal(config)
+
+
+def is_causal(config: Any) -> bool:
+    """Whether the configuration leaves attention causal; transformers can switch that off for any family."""
+    return getattr(config, "is_causal", True) is not False and not getattr(config, "use_bidirectional_attention", False)
 
 
 def packed_by_sample(workload: ModuleWorkload, packed_attention: str) -> ModuleWorkload:

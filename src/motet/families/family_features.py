@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from motet.errors import UserError
-from motet.families.capabilities import FEATURES, SHOWN_EQUAL, digest_of, read_capabilities
+from motet.families.capabilities import FEATURES, SHOWN_EQUAL, digest_of, is_causal, read_capabilities
 from motet.families.tiny import tiny_config
 
 _probes: list[None] = []
@@ -30,7 +30,7 @@ def check_feature(config: Any, feature: str, instead: str) -> None:
     """Raises `UserError` for a feature that has not been shown equal with the family of a configuration.
 
     `instead`: what to set."""
-    if _probes or feature in SHOWN_EQUAL.get(config.model_type, ()):
+    if _probes or (is_causal(config) and feature in SHOWN_EQUAL.get(config.model_type, ())):
         return
     known = read_capabilities(digest_of(tiny_config(config).to_dict()))
     if known is None:

@@ -13,6 +13,8 @@ from motet.families.discovery.language_model_parts import num_causal_layers
 from motet.families.tiny import perturb, tiny_config
 from motet.models.materialize import float64_throughout
 from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.context.context_sequence import ContextParallel
+from motet.plan import ContextOptions
 
 SAMPLE = {
     "granite": "multiplies embeddings, residuals and logits",
@@ -125,6 +127,33 @@ def test_few_tokens_without_label_get_logits_too(num_tokens: int, num_logits: in
     assert [shape[:-1].numel() for shape in shapes] == [num_logits]
 
 
-def test_models_whose_tokens_see_those_behind_them_get_a_mask() -> None:
-    assert not attends_causally(CONFIG_MAPPING["gemma3_text"](use_bidirectional_attention=True))
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("llama", "is_causal", False),
+        ("qwen3", "is_causal", False),
+        ("gemma3_text", "use_bidirectional_attention", True),
+    ],
+)
+def test_tokens_that_see_those_behind_them_do_not_see_padding(model_type: str, key: str, value: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 100, (length,), generator=generator) for length in (9, 14)]
+    features = [{"input_ids": own, "labels": own} for own in ids]
+    with float64_throughout():
+        config = tiny_config(CONFIG_MAPPING[model_type]())
+        setattr(config, key, value)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        perturb(model)
+        layers = (0, num_causal_layers(model))
+        stage = LanguageModelStage("language_model", copy.deepcopy(model), layers)
+        assert largest_difference(run_chain([stage], text_samples(ids), features), run_whole(model, features)) < 1e-9
+        alone = ContextParallel(group=None, rank=0, size=1, options=ContextOptions())
+        with pytest.raises(UserError, match="is not causal"):
+            stage.enable_context_parallel(alone)
+        with pytest.raises(UserError, match="has not been verified"):
+            LanguageModelStage("language_model", copy.deepcopy(model), layers, packing=True)
+
+
+def test_families_with_positions_in_their_attention_are_not_known_to_be_causal() -> None:
     assert not attends_causally(CONFIG_MAPPING["bloom"]())

@@ -58,9 +58,10 @@ def causal_paths(model: Any) -> CausalPaths:
 
 
 def _check_buffers(model: nn.Module) -> None:
+    stored = model.state_dict()
     for name, buffer in model.named_buffers():
         is_counter = name.endswith("num_batches_tracked")
-        if not buffer.is_floating_point() and not is_counter and name in model.state_dict():
+        if not buffer.is_floating_point() and not is_counter and name in stored:
             raise UserError(
                 f"{type(model).__name__}: its checkpoints hold whole numbers ({name}), which motet does not load; "
                 "it is not supported"

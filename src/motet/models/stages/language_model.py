@@ -21,7 +21,7 @@ from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_mem
 from motet.attention.masks.token_layout import Document
 from motet.devices import to_device
 from motet.errors import UserError
-from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample, attends_causally
+from motet.families.capabilities import WITH_OTHER_MASKS, attends_by_sample, attends_causally, is_causal
 from motet.families.family_features import check_feature
 from motet.families.language_models import cross_attention_layers
 from motet.models.stages.causal import (
@@ -134,6 +134,11 @@ class LanguageModelStage(CausalStage):
     def _check_own_attention(self, cp: ContextParallel) -> None:
         """Raises `UserError` for models that attention of motet's own does not support."""
         config = self.module.config
+        if not is_causal(config):
+            raise UserError(
+                f"parallel: {self.name} is not causal by its configuration, which context parallelism, media_attention "
+                "and packed_attention of motet's own do not support; use cp 1, causal and sdpa"
+            )
         if self.cross_attends:
             raise UserError(
                 f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
