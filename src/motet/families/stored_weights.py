@@ -132,7 +132,7 @@ class StoredForm(Mapping[str, Tensor]):
         if joined:
             name, key = next(iter(joined.items()))
             raise UserError(
-                f"export: transformers stores {len(joined)} tensors of a {type(model).__name__} together with others "
+                f"export: transformers stores {len(joined)} of the tensors of a {type(model).__name__} together with others "
                 f"({name} in {key}), which motet does not write; {WITHOUT_EXPORT}"
             )
         self._origins |= {key: name for key, (name,) in origins_of_converted.items()}
@@ -152,7 +152,7 @@ class StoredForm(Mapping[str, Tensor]):
         if lost:
             name, key = next(iter(lost.items()))
             raise UserError(
-                f"export: transformers would not load {len(lost)} tensors of a {type(self._model).__name__} again from "
+                f"export: transformers would not load {len(lost)} of the tensors of a {type(self._model).__name__} again from "
                 f"the names under which it stores them ({name} as {key}); {WITHOUT_EXPORT}"
             )
 
