@@ -132,8 +132,8 @@ class StoredForm(Mapping[str, Tensor]):
         if joined:
             name, key = next(iter(joined.items()))
             raise UserError(
-                f"export: transformers stores {len(joined)} of the tensors of a {type(model).__name__} together with others "
-                f"({name} in {key}), which motet does not write; {WITHOUT_EXPORT}"
+                f"export: transformers stores {len(joined)} of the tensors of a {type(model).__name__} together with "
+                f"others ({name} in {key}), which motet does not write; {WITHOUT_EXPORT}"
             )
         self._origins |= {key: name for key, (name,) in origins_of_converted.items()}
         assert self._origins.keys() == whole.keys()
@@ -150,10 +150,10 @@ class StoredForm(Mapping[str, Tensor]):
             if name not in loaded or any(origin != name for _, _, origin in loaded[name].parts)
         }
         if lost:
-            name, key = next(iter(lost.items()))
+            (name, key), model_class = next(iter(lost.items())), type(self._model).__name__
             raise UserError(
-                f"export: transformers would not load {len(lost)} of the tensors of a {type(self._model).__name__} again from "
-                f"the names under which it stores them ({name} as {key}); {WITHOUT_EXPORT}"
+                f"export: transformers would not load {len(lost)} of the tensors of a {model_class} again from the "
+                f"names under which it stores them ({name} as {key}); {WITHOUT_EXPORT}"
             )
 
     def origin(self, key: str) -> str:

@@ -25,8 +25,8 @@ from motet.models.hub.export import check_export, describe_config
 from motet.models.hub.weights import check_part, save_part
 
 NOT_LOADED_AGAIN = (
-    r"export: transformers would not load 54 of the tensors of a Gemma3ForConditionalGeneration again from the names under "
-    r"which it stores them \(model\.language_model\.embed_tokens\.weight as "
+    r"export: transformers would not load 54 of the tensors of a Gemma3ForConditionalGeneration again from the names "
+    r"under which it stores them \(model\.language_model\.embed_tokens\.weight as "
     r"model\.language_model\.model\.embed_tokens\.weight\); set train\.export to false, or call save_checkpoint: "
     r"checkpoints hold all weights$"
 )

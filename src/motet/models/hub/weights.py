@@ -132,8 +132,8 @@ def check_part(model_class: Any, config: PretrainedConfig, *, where: str, is_cau
     left = [name for name in buffers if not is_within(name, saved)]
     if left:
         raise UserError(
-            f"export: checkpoints lack {len(left)} of the stored buffers of a {type(skeleton).__name__} ({left[0]}), which "
-            "training does not change; set train.export to false, and take them from the model's own folder"
+            f"export: checkpoints lack {len(left)} of the stored buffers of a {type(skeleton).__name__} ({left[0]}), "
+            "which training does not change; set train.export to false, and take them from the model's own folder"
         )
 
 
