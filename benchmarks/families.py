@@ -49,9 +49,9 @@ from benchmarks.reporting import Report
 from motet.errors import UserError
 from motet.families.capabilities import FEATURES, KNOWN, digest_of, probed_versions, results_folder, write_capabilities
 from motet.families.discovery.composite import composite_class_of
-from motet.families.stored_weights import weights_of
+from motet.families.stored_weights import stored_buffers, weights_of
 from motet.families.tiny import perturb, tiny_config
-from motet.models.hub.weights import save_part
+from motet.models.hub.weights import check_part, save_part
 from motet.runtime.verification.composite_probe import TRIALS as COMPOSITE_TRIALS
 from motet.runtime.verification.composite_probe import probe_composite
 from motet.runtime.verification.family_probe import TRIALS, Trial, config_of, probe
@@ -195,6 +195,9 @@ def why_export_differs(config: PretrainedConfig, model_class: Any) -> str | None
         is_auto = model_class is AutoModelForCausalLM
         model = (model_class.from_config if is_auto else model_class)(copy.deepcopy(config)).eval()
         perturb(model)
+        for buffer in stored_buffers(model).values():
+            buffer.add_(torch.rand_like(buffer), alpha=0.05)
+        check_part(type(model), model.config, where="model", is_causal=True)
         with TemporaryDirectory() as folder:
             save_part(Path(folder), type(model), model.config, weights_of(model), where="model")
             loaded, info = model_class.from_pretrained(folder, output_loading_info=True)

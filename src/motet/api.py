@@ -7,6 +7,7 @@ in one line where the run file or a plan is wrong. torch is imported only by `pr
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -249,6 +250,7 @@ def train(
     from motet.runtime.training.output_folder import claimed_output
     from motet.runtime.verification.feature_check import check_features
 
+    _check_export(config)
     check_features(config, plan)
     config = _as_planned(config, plan)
     # Before the folder is claimed: `train.overwrite` deletes checkpoints in it.
@@ -271,7 +273,9 @@ def train(
         measured = report_measured(result["measured"], timeline, predicted)
         try:
             _save_timelines(output, {"predicted": evaluation.result.timeline, "measured": timeline})
-            exported = None if result["checkpoint"] is None else str(export_checkpoint(config, result["checkpoint"]))
+            exported = None
+            if config.train.export and result["checkpoint"] is not None:
+                exported = str(export_checkpoint(config, result["checkpoint"]))
         except OSError as error:
             raise UserError(
                 f"train.output: {error.filename or output} cannot be written ({error.strerror}) after the last step; "
@@ -300,6 +304,7 @@ def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
     for name, phase in phases.items():
         # What is wrong with a later phase is said before the first one is trained.
         problem = read_problem(phase)
+        _check_export(phase)
         if phase.parallel.run_ahead:  # Whether an encoder can depends on what the phase trains.
             plans[name] = read_or_make_plan(None, phase, problem)
     for name, phase in phases.items():
@@ -314,10 +319,24 @@ def _train_phases(config: RunConfig, plan: PlanFile | None) -> dict[str, Any]:
     return {**list(results.values())[-1], "phases": results}
 
 
+def _check_export(config: RunConfig) -> None:
+    """Raises `UserError` if the run exports a model whose weights transformers would not load again."""
+    if not (config.train.export and config.train.checkpoint_every):
+        return
+    from motet.models.hub.composite import check_composite_export
+    from motet.models.hub.export import check_export, describe_config
+
+    if config.model.composite is not None:
+        check_composite_export(config.model.composite)
+    else:
+        # Which tokens are placeholders does not matter to it.
+        check_export(describe_config(config.model, defaultdict(int)))
+
+
 def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     """Writes a checkpoint of the run as a folder that plain transformers loads: `export` in `train.output`.
 
-    Raises `UserError` if the checkpoint is damaged.
+    Raises `UserError` if the checkpoint is damaged, or if transformers would not load all weights again.
     """
     config = _config(run, ())
     from motet.data.run_file import open_preparation

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes import expect_mistake
 from quick_profile import profile_quickly
 from tiny_run import write_tiny_run
 
@@ -200,6 +201,11 @@ def test_demo_goes_the_whole_way(
     assert (output / "export" / "language_model" / "model.safetensors").is_file()
     assert (output / "export" / "image" / "diffusion_pytorch_model.safetensors").is_file()
     assert Path(drawings["sheet"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("key", ["train.checkpoint_every=0", "train.export=false"])
+def test_demo_without_an_export_is_refused(capsys: pytest.CaptureFixture[str], key: str) -> None:
+    expect_mistake(capsys, ["demo", "--set", key], rf"{key.partition('=')[0]}: is \w+, (so|but) the demo ")
 
 
 def test_demo_without_diffusers_is_refused(

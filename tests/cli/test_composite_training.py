@@ -6,6 +6,7 @@ import pytest
 import soundfile
 import torch
 from composite_run import composite_run
+from mistakes import expect_mistake
 from PIL import Image
 from tiny_composites import COMPOSITES
 from transformers import AutoModelForMultimodalLM, AutoProcessor
@@ -13,6 +14,7 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor
 from motet.api import train
 from motet.config import RunConfig
 from motet.data.composite import turn_parts
+from motet.runtime.verification import feature_check
 
 
 @torch.no_grad()
@@ -78,6 +80,43 @@ def test_a_trained_model_answers_from_its_export(name, tmp_path):
 
     assert losses[-1] < losses[0] / 10
     assert right >= 8
+
+
+class ReachedError(Exception):
+    """Raised in the place of what comes after the check of the export."""
+
+
+@pytest.fixture
+def lacking(monkeypatch, tmp_path):
+    """A run of ShieldGemma 2, whose language model transformers' own save_pretrained loses. What is probed next is not
+    reached."""
+
+    def reached(config, plan):
+        raise ReachedError
+
+    monkeypatch.setattr(feature_check, "check_features", reached)
+    values = composite_run(tmp_path, "gemma3", output=str(tmp_path / "out"))
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "shieldgemma2"}))
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+LACKS = r"export: transformers would not load [0-9]+ of the tensors of a Gemma3ForCond.* set train\.export to false"
+
+
+def test_an_export_that_would_lack_weights_is_refused_before_the_training(capsys, lacking):
+    expect_mistake(capsys, ["train", lacking, "--set", "train.checkpoint_every=2"], LACKS, says_more=True)
+    for keys in (["train.checkpoint_every=2", "train.export=false"], ["train.checkpoint_every=0"]):
+        with pytest.raises(ReachedError):
+            train(lacking, keys)
+    assert not (lacking.parent / "out").exists()
+
+
+def test_phases_are_refused_before_the_first_one(capsys, lacking):
+    phases = "train.phases=[{name: a, steps: 1, set: {train.export: false}}, {name: b, steps: 1}]"
+    expect_mistake(capsys, ["train", lacking, "--set", phases], LACKS, says_more=True)
 
 
 @pytest.mark.campaign

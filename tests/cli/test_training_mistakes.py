@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the tiny run after two steps."""
     folder = tmp_path_factory.mktemp("trained")
     run_file = write_tiny_run(folder)
-    options = [EXPLICIT, "cluster.num_devices=3", "train.steps=2", "train.checkpoint_every=2"]
+    options = [EXPLICIT, "cluster.num_devices=3", "train.steps=2", "train.checkpoint_every=2", "train.export=false"]
     assert main(["train", str(run_file), *(part for option in options for part in ("--set", option))]) == 0
     return folder / "output" / "checkpoints" / "step_00000002"
 
@@ -80,6 +80,10 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
 )
 def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: list[str], message: str) -> None:
     expect_refusal(capsys, run_file, overrides, message)
+
+
+def test_a_run_that_does_not_export(checkpoint: Path) -> None:
+    assert not (checkpoint.parents[1] / "export").exists()
 
 
 def test_a_refused_run_deletes_no_checkpoints(

@@ -2,6 +2,7 @@
 answers."""
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,8 @@ from tiny_mllm import tiny_batch, tiny_multimodal
 from tiny_run import write_tiny_run
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 import motet
 from motet import (
@@ -117,6 +120,24 @@ def test_states_come_back_by_the_names_of_the_whole_model() -> None:
     results = run_distributed(work, 3)
     assert is_equal(results[0][0], other.state_dict())
     assert all("state_dict: " in message and "\n" not in message for _, message in results)
+
+
+def test_an_export_that_would_lack_weights_is_refused_before_they_are_gathered(tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        # Two tensors have one name in files.
+        renaming = WeightRenaming(r"^model\.norm\.", r"model.layers.0.input_layernorm.")
+        register_checkpoint_conversion_mapping("LlamaForCausalLM", [renaming])
+        model = parallelize(TWO_STAGES)
+        model.whole_model = None  # Not called.
+        with pytest.raises(UserError) as raised:
+            model.save_pretrained(tmp_path / "exported")
+        return str(raised.value)
+
+    message = (
+        r"export: transformers stores 1 of the tensors of a LlamaForCausalLM together with others \(.*save_checkpoint: "
+    )
+    assert all(re.match(message, each) for each in run_distributed(work, 3))
+    assert not (tmp_path / "exported").exists()
 
 
 def test_answers_and_exports_during_training(tmp_path: Path) -> None:

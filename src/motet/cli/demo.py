@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"data.kind: is {config.data.kind}; the demo needs dial-a-digit; use motet train for your data")
     if not config.train.checkpoint_every:
         raise UserError("train.checkpoint_every: is 0, so the demo would have nothing to export; give at least 1")
+    if not config.train.export:
+        raise UserError("train.export: is false, but the demo asks the exported model; leave it out")
     draws = config.data.drawings > 0
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text

@@ -228,6 +228,9 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    export: bool = True
+    """Whether the last checkpoint is exported for transformers, to `export` in `output`; false: checkpoints alone hold
+    the trained weights."""
     output: Annotated[str, Field(min_length=1)] = "runs/motet"
     """Folder for everything that the run writes. One run at a time may use it."""
     overwrite: bool = False

@@ -31,6 +31,9 @@ from motet.errors import UserError
 CORRECTION = "e_score_correction_bias"
 """transformers' name of what a router adds to its scores when it chooses experts, and only then."""
 
+WITHOUT_EXPORT = "set train.export to false, or call save_checkpoint: checkpoints hold all weights"
+"""What to do with a model that cannot be exported."""
+
 
 def is_within(name: str, paths: Iterable[str]) -> bool:
     """Whether a parameter or module is one of these paths, or lies inside one of them."""
@@ -93,6 +96,8 @@ def sources_of(model: Any, stored: Iterable[tuple[str, T]]) -> dict[str, Sources
     found: dict[str, Sources[T]] = {}
     for key, place in stored:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        if name not in names and key in names:  # As transformers loads it: it has the model's name already.
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
         sources = Sources[T]() if pattern is None else found.get(name, Sources[T](of_pattern[pattern]))
         sources.parts.append((key, pattern or "", place))
         found[name] = sources
@@ -105,25 +110,51 @@ class StoredForm(Mapping[str, Tensor]):
     def __init__(self, model: Any, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         """`model`: on the meta device; `weights`: its tensors by name; `tensors`: their values.
 
-        Raises `UserError` where files have several tensors in one."""
+        Raises `UserError` where files have several tensors in one, and where transformers would not load a tensor again
+        from the name under which it is stored."""
         self._model, self._tensors = model, tensors
         names = {id(tensor): name for name, tensor in weights.items()}
         whole = revert_weight_conversion(model, dict(weights))
         self._origins = {key: names[id(tensor)] for key, tensor in whole.items() if id(tensor) in names}
         """By name in the file, the model's tensor."""
         self._is_renamed = frozenset(self._origins)
-        for name in weights.keys() - set(self._origins.values()):
-            for key in revert_weight_conversion(model, {name: weights[name]}):
-                if key not in whole.keys() - self._origins.keys():
-                    raise UserError(
-                        f"export: transformers stores several tensors of a {type(model).__name__} as one ({key}), "
-                        "which motet does not write; take the weights from a checkpoint"
-                    )
-                self._origins[key] = name
+        kept, converted = set(self._origins.values()), whole.keys() - self._origins.keys()
+        origins_of_converted: dict[str, list[str]] = {}
+        for name in weights:
+            for key in () if name in kept else revert_weight_conversion(model, {name: weights[name]}):
+                origins_of_converted.setdefault(key, []).append(name)
+        joined = {
+            name: key
+            for key, origins in origins_of_converted.items()
+            for name in origins
+            if len(origins) > 1 or key not in converted
+        }
+        if joined:
+            name, key = next(iter(joined.items()))
+            raise UserError(
+                f"export: transformers stores {len(joined)} of the tensors of a {type(model).__name__} together with "
+                f"others ({name} in {key}), which motet does not write; {WITHOUT_EXPORT}"
+            )
+        self._origins |= {key: name for key, (name,) in origins_of_converted.items()}
         assert self._origins.keys() == whole.keys()
+        self._check_loads_again()
         self.shapes = {key: tensor.shape for key, tensor in whole.items()}
         self._converted: dict[str, dict[str, Tensor]] = {}
         """The tensors last made, by the model's: experts are written one after the other."""
+
+    def _check_loads_again(self) -> None:
+        loaded = sources_of(self._model, self._origins.items())
+        lost = {
+            name: key
+            for key, name in self._origins.items()
+            if name not in loaded or any(origin != name for _, _, origin in loaded[name].parts)
+        }
+        if lost:
+            (name, key), model_class = next(iter(lost.items())), type(self._model).__name__
+            raise UserError(
+                f"export: transformers would not load {len(lost)} of the tensors of a {model_class} again from the "
+                f"names under which it stores them ({name} as {key}); {WITHOUT_EXPORT}"
+            )
 
     def origin(self, key: str) -> str:
         """The model's tensor that a stored one is, or is a part of."""

@@ -35,7 +35,7 @@ from motet.assignment.sample import Sample
 from motet.devices import communication_device
 from motet.errors import UserError, one_line
 from motet.models.graph import ModuleGraph
-from motet.models.hub.export import export_module, graph_tensors
+from motet.models.hub.export import check_export, describe_module, export_module, graph_tensors
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor.tensor_parallel import TensorParallel
@@ -261,7 +261,12 @@ class ParallelModule(nn.Module):
         Args:
             folder: folder to write, which is replaced if it is an earlier export.
             processors: by module, its tokenizer, image processor or feature extractor, saved with it.
+
+        Raises `UserError` on every rank, before weights are gathered, if transformers would not load all of them again.
         """
+        (described,) = self._without_weights
+        if isinstance(described, MultimodalModule):
+            check_export(describe_module(described))
         whole = self.whole_model()
 
         def save() -> None:

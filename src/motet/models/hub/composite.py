@@ -13,7 +13,13 @@ from motet.families.classes import model_on_meta
 from motet.families.discovery.composite import composite_class_of, find_parts, read_composite_config
 from motet.families.hf_config import stored_folder
 from motet.models.hub.export import MANIFEST, write_folder
-from motet.models.hub.weights import RenamedTensors, save_part, write_json
+from motet.models.hub.weights import RenamedTensors, check_part, save_part, write_json
+
+
+def check_composite_export(part: PartConfig) -> None:
+    """Raises `UserError`, before the model is trained, if its export would lack weights."""
+    config = read_composite_config(part)
+    check_part(composite_class_of(config), config, where="model", is_causal=True)
 
 
 def export_composite(

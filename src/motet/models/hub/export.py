@@ -62,6 +62,7 @@ from motet.models.hub.generators import (
 )
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
+    check_part,
     check_tensors,
     save_part,
     save_tensors,
@@ -308,6 +309,18 @@ def _output_size(config: PretrainedConfig | OwnConfig) -> int:
     return size
 
 
+def check_export(description: ModelDescription) -> None:
+    """Raises `UserError`, before there are any weights, if `export_parts` could not write all of them."""
+    _check_folders(description)
+    for name, part in description.parts.items():
+        if not isinstance(part.config, OwnConfig):
+            model_class = model_class_of(part.config.model_type, part.kind)
+            check_part(model_class, part.config, where=f"{name}.module", is_causal=part.kind != "encoder")
+    for name, generator in description.generators.items():
+        if isinstance(generator, CodesDescription):
+            check_part(generator.model_class, generator.config, where=f"{name}.module", is_causal=True)
+
+
 CAUSAL = (f"{LANGUAGE_MODEL}.module", f"{DECODER}.module")
 """Parts whose stored buffers are in checkpoints."""
 
@@ -346,6 +359,7 @@ def export_parts(
     Raises `UserError` if the tensors are not those of the model, or if the folder is in use for something else.
     """
     processors = processors or {}
+    _check_folders(description)
     _check_parts(description, tensors, processors)
 
     def write(partial: Path) -> None:
@@ -494,15 +508,19 @@ def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
     return model
 
 
-def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
-    parts = set() if description.loss is None else {f"{CONTRASTIVE}.module"}
-    parts |= generator_parts(description.generators)
+def _check_folders(description: ModelDescription) -> None:
     check_names(description.parts, description.generators)
-    for name, part in description.parts.items():
-        parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
+    for name in description.parts:
         for folder in (f"{name}_projector", f"{name}_adapter"):
             if folder in description.parts:
                 raise UserError(f"export: {folder} is a folder of {name}'s; rename that encoder")
+
+
+def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
+    parts = set() if description.loss is None else {f"{CONTRASTIVE}.module"}
+    parts |= generator_parts(description.generators)
+    for name, part in description.parts.items():
+        parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
     for name in tensors:
         if ".".join(name.split(".")[:2]) not in parts:
             raise UserError(f"export: the tensor {name} belongs to no part; the parts are {', '.join(sorted(parts))}")

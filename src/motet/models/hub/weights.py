@@ -19,7 +19,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from motet.errors import UserError
-from motet.families.stored_weights import StoredForm, stored_buffers, weights_of
+from motet.families.classes import model_on_meta
+from motet.families.discovery.language_model_parts import causal_paths
+from motet.families.stored_weights import StoredForm, is_within, stored_buffers, weights_of
 
 MAX_SHARD_SIZE = "5GB"
 CHECKPOINT_PREFIX = "model/"
@@ -99,25 +101,40 @@ def save_part(
     """Writes config.json and weights, such that `model_class.from_pretrained(folder)` loads them bitwise.
 
     Args:
-        tensors: every parameter by its name in the model; of tied ones, the first name only.
+        tensors: every parameter and stored buffer by its name in the model; of tied ones, the first name only.
         where: names the part in messages.
         max_shard_size: of one file; the largest amount that is in memory beside what `tensors` itself holds.
 
-    Raises `UserError` if the tensors are not those of the model.
+    Raises `UserError` if the tensors are not those of the model, or could not be loaded again.
     """
-    with torch.device("meta"):
-        skeleton = model_class(config)
-    buffers = stored_buffers(skeleton)
-    # Encoders' buffers are in no checkpoint.
-    parameters = {name: own for name, own in weights_of(skeleton).items() if name in tensors or name not in buffers}
-    dtypes = check_tensors(parameters, tensors, where=where)
+    skeleton = model_on_meta(model_class, config, torch.float32, where)
+    weights = weights_of(skeleton)
+    dtypes = check_tensors(weights, tensors, where=where)
+    stored = StoredForm(skeleton, weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     written = copy.deepcopy(config)
     written.architectures = [model_class.__name__]
     # from_pretrained casts to it. A part has one dtype, or loses nothing by the widest of those that it has.
     written.dtype = reduce(torch.promote_types, dtypes.values())
     written.save_pretrained(folder)
-    _save_shards(folder, StoredForm(skeleton, parameters, tensors), dtypes, max_shard_size)
+    _save_shards(folder, stored, dtypes, max_shard_size)
+
+
+def check_part(model_class: Any, config: PretrainedConfig, *, where: str, is_causal: bool) -> None:
+    """Raises `UserError` if `save_part` could not write such a model from a checkpoint.
+
+    `is_causal`: whether it has blocks of a causal model, whose stored buffers are in checkpoints."""
+    skeleton = model_on_meta(model_class, config, torch.float32, where)
+    weights = weights_of(skeleton)
+    StoredForm(skeleton, weights, weights)
+    buffers = stored_buffers(skeleton)
+    saved = (causal_paths(skeleton).blocks,) if buffers and is_causal else ()
+    left = [name for name in buffers if not is_within(name, saved)]
+    if left:
+        raise UserError(
+            f"export: checkpoints lack {len(left)} of the stored buffers of a {type(skeleton).__name__} ({left[0]}), "
+            "which training does not change; set train.export to false, and take them from the model's own folder"
+        )
 
 
 def check_tensors(
