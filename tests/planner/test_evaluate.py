@@ -75,6 +75,9 @@ def test_each_plan_of_a_search_is_simulated_once(monkeypatch):
     assert simulations.evaluate(problem, replace(plan)) is first
     assert simulations.under_schedule(other, plan.schedule) is first
     assert simulations.evaluate(problem, replace(plan, schedule="gpipe")) is other
+    renamed = replace(plan, planner="another")
+    assert simulations.evaluate(problem, renamed) == replace(first, plan=renamed)
+    assert simulations.num_actions == first.num_actions + other.num_actions
     with pytest.raises(TypeError):
         simulations.under_schedule(first, "eager_1f1b")
 

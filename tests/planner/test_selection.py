@@ -33,8 +33,7 @@ def test_of_a_family_whose_estimate_was_too_low_only_those_that_would_fit_are_si
         def needed_bytes(self, layout):
             return super().needed_bytes(layout) / off
 
-    monkeypatch.setattr(selection, "evaluate", evaluate)
-    found = best_layout(tight, layouts, max_simulated=10**6, costs=Costs(tight))
+    found = best_layout(tight, layouts, max_simulated=10**6, costs=Costs(tight), simulate=evaluate)
     assert found == sorted(simulated, key=selection.rank)
     assert found[0].fits
     simulated.clear()

@@ -56,6 +56,7 @@ GOLDEN_OF = {
     "eager_1f1b": ["chain_4x8", "missing_modalities_x8"],
     "bubble_filling": ["colocated_2x4"],
     "critical_path": ["chain_4x8", "colocated_2x4"],
+    "iterated_critical_path": ["colocated_2x4"],
     "dip": ["colocated_2x4", "missing_modalities_x8"],
 }
 PAIRS = [(generator, case) for generator, cases in GOLDEN_OF.items() for case in cases]

@@ -153,7 +153,8 @@ class ParallelConfig(Section):
     schedule: str = "1f1b"
     """The pipeline schedule (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`,
-    `critical_path`, `dip` or `distmm_pipe`. If it is not given, planners may choose, and towers use `distmm_pipe`."""
+    `critical_path`, `iterated_critical_path`, `dip` or `distmm_pipe`. If it is not given, planners may choose, and
+    towers use `distmm_pipe`."""
     assignment: str = "contiguous"
     """Policy that assigns samples to microbatches (docs/data.md): `contiguous` (the order of the samples), `random`,
     `disttrain` (DistTrain's order), `dip`, `balanced` (even work for encoders and language model), `post_balanced`

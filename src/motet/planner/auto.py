@@ -21,7 +21,8 @@ Then `auto` tries
   groups;
 * the best one with encoders whose ranks take turns at the samples, in the place of tensor parallelism;
 * the best one under balanced assignments;
-* the best few with encoders that run ahead.
+* the best few with encoders that run ahead;
+* the best one under `iterated_critical_path`.
 
 Plans that fit go before plans that are fast. If none fits, and the user has fixed these options, `auto` searches again
 under options that save memory, the least intrusive first, and takes the plan of the first that fits. The options are
@@ -81,8 +82,8 @@ MAX_ACTIONS = 15_000
 """Limit on the actions of all simulations of the best plan under other schedules, and of those of the next ones."""
 NUM_RESCHEDULED = 3
 """Number of the best plans that are tried under other schedules."""
-MAX_SEARCHED_ACTIONS = 100_000
-"""Actions of all simulations of a search for each `NUM_SEARCHED_DEVICES`, after which only the best plan is improved
+MAX_SEARCHED_ACTIONS = 70_000
+"""Actions of all simulated plans of a search for each `NUM_SEARCHED_DEVICES`, after which only the best is improved
 further: larger clusters are searched for longer."""
 NUM_SEARCHED_DEVICES = 64
 UNLIMITED_BYTES = 2**60
@@ -111,6 +112,8 @@ NUM_PROMISING = 2
 MEMORY_AWARE = "bubble_filling"
 """The schedule for layouts that exceed the memory under their own."""
 CRITICAL = "critical_path"
+ITERATED = "iterated_critical_path"
+"""Tried last: a search of its own, which takes as long as several others together."""
 NUM_FOLLOWED = 4
 """Number of layouts, those with the least bounds, that are tried under critical paths though others were faster."""
 MAX_FOLLOWED_ACTIONS = 8_000
@@ -293,6 +296,7 @@ class _Search:
         if self.problem.chooses_assignment:
             self._compare_assignments()
         self._try_run_ahead()
+        self._iterate()
 
     def add(self, found: Iterable[Evaluation], what: str) -> None:
         for evaluation in found:
@@ -319,7 +323,7 @@ class _Search:
 
     def _has_searched_long(self) -> bool:
         limit = MAX_SEARCHED_ACTIONS * -(-self.problem.num_devices // NUM_SEARCHED_DEVICES)
-        return sum(e.num_actions for e in self.evaluations) >= limit
+        return self.simulations.num_actions >= limit
 
     def _fastest_s(self) -> float:
         return min((e.iteration_time_s for e in self.evaluations if e.fits), default=inf)
@@ -384,16 +388,26 @@ class _Search:
                 for num_devices in device_counts(problem)
                 for layout in own_layouts(faster.with_num_devices(num_devices), self.schedules)
             ]
-            self.add(best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations), "a layout")
+            self._simulate_layouts(problem, layouts, "a layout")
             if MEMORY_AWARE in self.schedules:
-                known = self.evaluations
-                self.add(within_memory(problem, layouts, MEMORY_AWARE, known=known), f"under {MEMORY_AWARE}")
+                found = within_memory(
+                    problem, layouts, MEMORY_AWARE, known=self.evaluations, simulate=self.simulations.evaluate
+                )
+                self.add(found, f"under {MEMORY_AWARE}")
             if may_share_experts(problem):
                 # Exchanges within a node are faster, those over all ranks save most memory.
                 for max_ep in sorted({problem.cluster.devices_per_node, problem.num_devices} - {1}):
-                    sharing = problem.with_options(max_ep=max_ep)
-                    found = best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=self.evaluations)
-                    self.add(found, "experts shared")
+                    self._simulate_layouts(problem.with_options(max_ep=max_ep), layouts, "experts shared")
+
+    def _simulate_layouts(self, problem: PlanningProblem, layouts: Sequence[Layout], what: str) -> None:
+        found = best_layout(
+            problem,
+            layouts,
+            max_simulated=MAX_SIMULATED,
+            known=self.evaluations,
+            simulate=self.simulations.evaluate,
+        )
+        self.add(found, what)
 
     def _improve(self) -> None:
         """Tries the best plans with shared parameters, sequence parallelism and other schedules."""
@@ -457,9 +471,8 @@ class _Search:
         """The best plan under all schedules; the next plans under the schedules that were best for it and the first of
         `BY_PROMISE`. `evaluations`: best first."""
         first, *others = evaluations
-        found = self._under(
-            first, [name for name in self.schedules if _differs(name, first.plan, self.schedules)], MAX_ACTIONS
-        )
+        different = [name for name in self.schedules if _differs(name, first.plan, self.schedules)]
+        found = self._under(first, [name for name in different if name != ITERATED], MAX_ACTIONS)
         promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
         wanted = [name for name in self.schedules if name in (*promising, BY_PROMISE[0])]
         left = MAX_ACTIONS
@@ -578,6 +591,17 @@ class _Search:
         except UserError:
             return []
 
+    def _iterate(self) -> None:
+        """Searches longer for the best plan's order, if critical paths are near it and one order serves all batches."""
+        best = min(self.evaluations, key=rank)
+        if (
+            ITERATED in self.schedules
+            and best.num_actions <= MAX_FOLLOWED_ACTIONS
+            and self._critical_is_near()
+            and _has_one_order(best.problem)
+        ):
+            self.add(self._under(best, [ITERATED]), "critical paths again")
+
     def choice(self, ended_early: str | None) -> Choice:
         if self.problem.run_ahead:
             found = [each for each in self.evaluations if each.plan.run_ahead]
@@ -607,6 +631,13 @@ class _Search:
 def _are_uneven(problem: PlanningProblem, name: str) -> bool:
     tokens = [sample.num_tokens(name) for sample in problem.samples]
     return max(tokens) > (1 + MIN_UNEVEN) * sum(tokens) / len(tokens)
+
+
+def _has_one_order(problem: PlanningProblem) -> bool:
+    """Whether all batches have the same cells, so that a schedule is searched once and not while training goes on."""
+    return problem.cuts_evenly and all(
+        sample.num_tokens(name) for sample in problem.samples for name in problem.modules
+    )
 
 
 def _bound_of_variants(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:

@@ -184,10 +184,13 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
 
 
 class Simulations:
-    """Simulates each plan once. All problems that plans are given with must cost them alike."""
+    """Simulates each plan once, whichever planner it is of. All problems that plans are given with must cost them
+    alike."""
 
     def __init__(self) -> None:
-        self._known: list[Evaluation] = []
+        self._known: list[tuple[Plan, Evaluation]] = []
+        self.num_actions = 0
+        """Actions of all plans together."""
 
     def evaluate(self, problem: PlanningProblem, plan: Plan) -> Evaluation:
         """As the function does."""
@@ -201,11 +204,18 @@ class Simulations:
 
     def add(self, evaluation: Evaluation) -> Evaluation:
         if self._found(evaluation.plan) is None:
-            self._known.append(evaluation)
+            self._known.append((_of_any_planner(evaluation.plan), evaluation))
+            self.num_actions += evaluation.num_actions
         return evaluation
 
     def _found(self, plan: Plan) -> Evaluation | None:
-        return next((each for each in self._known if each.plan == plan), None)
+        wanted = _of_any_planner(plan)
+        found = next((each for known, each in self._known if known == wanted), None)
+        return found if found is None or found.plan == plan else replace(found, plan=plan)
+
+
+def _of_any_planner(plan: Plan) -> Plan:
+    return replace(plan, planner="")
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

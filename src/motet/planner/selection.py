@@ -9,7 +9,7 @@ Limits: other numbers of devices are not tried, though stages of unequal modules
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -31,6 +31,8 @@ MAX_CELLS = 2_000
 """Limit on the microbatches times stages of one replica: memory-aware schedules take long to make beyond it."""
 MAX_EXCESS = 0.25
 """Fraction of a device's memory: a layout that exceeds the memory by more is slow once it is made to fit."""
+
+Simulate = Callable[[PlanningProblem, Plan], Evaluation]
 
 
 class PlanFunction(Protocol):
@@ -93,6 +95,7 @@ def best_layout(
     max_simulated: int = 8,
     costs: LayoutCosts | None = None,
     known: Sequence[Evaluation] = (),
+    simulate: Simulate = evaluate,
 ) -> list[Evaluation]:
     """Simulates the most promising layouts; returns the best first, or nothing if there are no layouts.
 
@@ -118,7 +121,7 @@ def best_layout(
         needed = candidate.needed_bytes * peak_over_estimate.get(candidate.family, 1.0)
         if fastest < inf and needed > usable_bytes(problem.cluster):
             continue
-        evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
+        evaluation = simulate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
         num_actions += evaluation.num_actions
         if candidate.needed_bytes:
@@ -139,6 +142,7 @@ def within_memory(
     *,
     max_simulated: int = 3,
     known: Sequence[Evaluation] = (),
+    simulate: Simulate = evaluate,
 ) -> list[Evaluation]:
     """Simulates layouts that slightly exceed the memory under their own schedules with a memory-aware `schedule`.
 
@@ -152,7 +156,7 @@ def within_memory(
             break
         num_cells = problem.num_microbatches * len(candidate.layout.chunks)
         if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem.cluster) and num_cells <= MAX_CELLS:
-            evaluation = evaluate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
+            evaluation = simulate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
             evaluations.append(evaluation)
             num_actions += evaluation.num_actions
             if evaluation.fits:

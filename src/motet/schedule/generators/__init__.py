@@ -8,7 +8,7 @@ from typing import Protocol
 
 from motet.schedule.action import Durations
 from motet.schedule.generators.bubble_filling import bubble_filling
-from motet.schedule.generators.critical_path import critical_path
+from motet.schedule.generators.critical_path import critical_path, iterated_critical_path
 from motet.schedule.generators.dip import dip
 from motet.schedule.generators.distmm_pipe import distmm_pipe
 from motet.schedule.generators.eager_1f1b import eager_1f1b
@@ -38,11 +38,14 @@ GENERATORS: Mapping[str, Generator] = {
     "zero_bubble_v": zero_bubble_v,
     "bubble_filling": bubble_filling,
     "critical_path": critical_path,
+    "iterated_critical_path": iterated_critical_path,
     "dip": dip,
     "distmm_pipe": distmm_pipe,
 }
 
-SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "critical_path"})
+SPLIT_BACKWARDS = frozenset(
+    {"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "critical_path", "iterated_critical_path"}
+)
 """Schedules that split backwards into halves. The lower bound for whole backwards holds for all others."""
 
 CONTRASTING = frozenset({"distmm_pipe"})

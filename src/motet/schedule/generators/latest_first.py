@@ -29,6 +29,12 @@ class LatestFirst:
         shifted = [action for action in actions if not clock.fills(action)]
         writer = {value: action for action in actions for value in tables.writes[action]}
         self._before = {action: [writer[value] for value in tables.reads[action]] for action in shifted}
+        number = {units: i for i, units in enumerate(dict.fromkeys(clock.units))}
+        self._units = list(number)
+        """Units that compute stages together."""
+        self._together = [number[units] for units in clock.units]
+        """By stage, which of them."""
+        self._of_unit = [[i for i, units in enumerate(number) if u in units] for u in range(len(clock.stages_of_unit))]
         self._num_after = dict.fromkeys(shifted, 0)
         for earlier in self._before.values():
             for action in earlier:
@@ -37,24 +43,25 @@ class LatestFirst:
     def by_latest_start(self, ends_s: list[float]) -> Ints:
         """All actions by their start when they are as late as possible, the first first. `ends_s`: end of each action
         in the schedule that is to be improved."""
-        clock, num_cells = self._clock, self._clock.num_cells
+        clock, num_cells, together = self._clock, self._clock.num_cells, self._together
         before, num_after, seconds = self._before, dict(self._num_after), clock.tables.seconds
-        ready: list[list[tuple[float, int]]] = [[] for _ in clock.units]
+        ready: list[list[tuple[float, int]]] = [[] for _ in self._units]
         for action, number in num_after.items():
             if not number:
-                heapq.heappush(ready[clock.cell_stage[action % num_cells]], (-ends_s[action], action))
+                heapq.heappush(ready[together[clock.cell_stage[action % num_cells]]], (-ends_s[action], action))
         busy = [False] * len(clock.stages_of_unit)
         running: list[tuple[float, int]] = []
         begun_s = np.zeros(len(seconds))
         now, idle = 0.0, set(range(len(busy)))
         while True:
             for unit in sorted(idle):
-                stages = [] if busy[unit] else clock.stages_of_unit[unit]
-                free = [s for s in stages if ready[s] and not any(busy[other] for other in clock.units[s])]
+                if busy[unit]:
+                    continue
+                free = [i for i in self._of_unit[unit] if ready[i] and not any(busy[u] for u in self._units[i])]
                 if free:
-                    stage = min(free, key=lambda s: ready[s][0])
-                    _, action = heapq.heappop(ready[stage])
-                    for other in clock.units[stage]:
+                    first = free[0] if len(free) == 1 else min(free, key=lambda i: ready[i][0])
+                    _, action = heapq.heappop(ready[first])
+                    for other in self._units[first]:
                         busy[other] = True
                     heapq.heappush(running, (now + seconds[action], action))
             if not running:
@@ -63,15 +70,16 @@ class LatestFirst:
             while running and running[0][0] == now:
                 _, action = heapq.heappop(running)
                 begun_s[action] = -now
-                idle.update(clock.units[clock.cell_stage[action % num_cells]])
-                for unit in clock.units[clock.cell_stage[action % num_cells]]:
+                units = self._units[together[clock.cell_stage[action % num_cells]]]
+                idle.update(units)
+                for unit in units:
                     busy[unit] = False
-                for earlier_action in before[action]:
-                    num_after[earlier_action] -= 1
-                    if not num_after[earlier_action]:
-                        stage = clock.cell_stage[earlier_action % num_cells]
-                        heapq.heappush(ready[stage], (-ends_s[earlier_action], earlier_action))
-                        idle.update(clock.units[stage])
+                for earlier in before[action]:
+                    num_after[earlier] -= 1
+                    if not num_after[earlier]:
+                        i = together[clock.cell_stage[earlier % num_cells]]
+                        heapq.heappush(ready[i], (-ends_s[earlier], earlier))
+                        idle.update(self._units[i])
         begun_s[self._fill] = np.array(ends_s)[self._fill]  # After all others.
         # Equal starts in the order of the program.
         return clock.actions[np.argsort(begun_s[clock.actions], kind="stable")]

@@ -102,6 +102,10 @@ def list_schedule(
     return ranks.schedule(routes, clock.run(in_flight=in_flight, all_forwards_first=all_forwards_first))
 
 
+def _first(queue: list[int]) -> int:
+    return queue[0]
+
+
 class Ranks:
     """Ranks of each stage of the routes, as units that compute together."""
 
@@ -134,6 +138,8 @@ class ListClock:
         self.num_cells = routes.num_cells
         self.stages = [StageKey(*stage[:3]) for stage in routes.stages]
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
+        self.is_alone = [len(units) == 1 for units in self.units]
+        """By stage: whether it occupies one unit."""
         self.cell_stage: list[int] = routes.cell_stage.tolist()
         self.has_backward: list[bool] = routes.cell_has_backward.tolist()
         self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
@@ -313,23 +319,24 @@ class ListClock:
 
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
-        best = len(self.action_of)
+        best, queue = len(self.action_of), None
         for stage in self.stages_of_unit[unit]:
             forwards, backwards = self.ready_forwards[stage], self.ready_backwards[stage]
-            if not (forwards or backwards) or not self._is_free(stage):
+            if not (forwards or backwards) or not (self.is_alone[stage] or self._is_free(stage)):
                 continue
-            if backwards and backwards[0] < best and not self._waits_for_forwards(stage):
-                best = backwards[0]
+            if backwards and backwards[0] < best and not (self.all_forwards_first and self._has_forwards_left(stage)):
+                best, queue = backwards[0], backwards
             if forwards and forwards[0] < best and self._is_within_limits(stage, self.action_of[forwards[0]]):
-                best = forwards[0]
-        if best == len(self.action_of) or self._exceeds(unit, self.action_of[best]):
+                best, queue = forwards[0], forwards
+        if queue is None or self._exceeds(unit, self.action_of[best]):
             deferred = [
-                self.ready_weights[stage][0] for stage in self.stages_of_unit[unit] if self.ready_weights[stage]
+                self.ready_weights[stage]
+                for stage in self.stages_of_unit[unit]
+                if self.ready_weights[stage] and self._is_free(stage)
             ]
-            free = [each for each in deferred if self._is_free(self.cell_stage[self.action_of[each] % self.num_cells])]
-            best = min(free, default=best)
-        if best < len(self.action_of):
-            self._start(now, self.action_of[best])
+            queue = min(deferred, default=queue, key=_first)
+        if queue is not None:
+            self._start(now, queue)
 
     def _exceeds(self, unit: int, action: int) -> bool:
         """Whether an input half leaves more behind than there is room for."""
@@ -339,11 +346,10 @@ class ListClock:
         return self.bytes_held[unit] + self.half_sizes[cell] - self.sizes[cell] > self.limit_bytes[unit]
 
     def _is_free(self, stage: int) -> bool:
-        units = self.units[stage]
-        return len(units) == 1 or not any(self.busy[unit] for unit in units)
+        return not any(self.busy[unit] for unit in self.units[stage])
 
-    def _waits_for_forwards(self, stage: int) -> bool:
-        return self.all_forwards_first and any(self.forwards_left[unit] for unit in self.units[stage])
+    def _has_forwards_left(self, stage: int) -> bool:
+        return any(self.forwards_left[unit] for unit in self.units[stage])
 
     def _is_within_limits(self, stage: int, cell: int) -> bool:
         if self.begun[stage] >= self.limit[stage]:
@@ -367,17 +373,17 @@ class ListClock:
 
     def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
         """Starts, in spite of the limits, the most urgent forward of each of these pipelines that has one."""
-        most_urgent: dict[int, int] = {}
+        most_urgent: dict[int, list[int]] = {}
         for pipeline, forwards in zip(self.pipeline, self.ready_forwards, strict=True):
             if forwards and pipeline in stalled:
-                most_urgent[pipeline] = min(forwards[0], most_urgent.get(pipeline, forwards[0]))
-        for urgency in most_urgent.values():
-            self._start(now, self.action_of[urgency])
+                most_urgent[pipeline] = min(forwards, most_urgent.get(pipeline, forwards), key=_first)
+        for forwards in most_urgent.values():
+            self._start(now, forwards)
 
-    def _start(self, now: float, action: int) -> None:
+    def _start(self, now: float, queue: list[int]) -> None:
+        """Starts the first action of a queue."""
+        action = self.action_of[heapq.heappop(queue)]
         stage, is_forward = self.cell_stage[action % self.num_cells], action < self.num_cells
-        started = heapq.heappop(self._queues(action)[stage])
-        assert self.action_of[started] == action
         for unit in self.units[stage]:
             self.busy[unit] = True
             self.lists[unit].append(action)
