@@ -5,6 +5,7 @@ from dataclasses import replace
 from checkout import ROOT
 
 from motet.api import read_problem
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.config import load_run_config
 from motet.planner.auto import Choice, may_share_experts
 from motet.planner.evaluate import evaluate
@@ -12,7 +13,6 @@ from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import PlanningProblem
 from motet.planner.registry import choose
-from motet.planner.templates.pipelines import nodes_of_pipelines
 
 LM = "language_model"
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem, with_memory
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.costs.memory import RESERVE
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.layout import explicit_plan
 from motet.planner.layouts.sharing import sharing_plans
 from motet.planner.problem import Degrees
 from motet.planner.registry import choose, make_plan
-from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.report.plan_report import report_evaluation, report_text
 
 

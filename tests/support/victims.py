@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from waiting import wait_until
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.parallel.tensor.tensor_plans import local_ranges
-from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION, MembershipNotice
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from motet.assignment.next_batch import stages_ahead
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.costs.communication import communicator_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.problem import PlanningProblem
-from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.schedule.action import Compute, Kind
 from motet.schedule.communicators import communicators
 from motet.timeline import Timeline

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.parallel.tensor.tensor_plans import Shard, local_ranges
 from motet.plan import Plan
 from motet.planner.reconfiguration.copies import (
@@ -47,7 +48,6 @@ from motet.planner.reconfiguration.copies import (
     plan_copies,
 )
 from motet.planner.reconfiguration.state_owners import ParameterReplica, StateOwners, choose_state_owners
-from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.runtime.engine import Engine
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, LocalParameter

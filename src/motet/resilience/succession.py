@@ -5,12 +5,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines, replicas_per_pipeline
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan, Replica
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
-from motet.planner.templates.pipelines import Templates, nodes_of_pipelines, replicas_per_pipeline
+from motet.planner.templates.pipelines import Templates
 from motet.planner.templates.planner import make_templates
 from motet.resilience.membership import Change, Membership
 

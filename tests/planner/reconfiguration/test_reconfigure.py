@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import examples
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import Reconfiguration, reconfigure
-from motet.planner.templates.pipelines import Templates, nodes_of_pipelines
+from motet.planner.templates.pipelines import Templates
 
 SPACE = 8
 """Shares of a layer that every tensor-parallel size here divides."""

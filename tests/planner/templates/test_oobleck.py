@@ -8,6 +8,7 @@ from small_problem import VISION, sample, with_memory
 from template_problems import chains_of, on_nodes, shared, with_tp
 
 from motet.assignment.sample import Sample, Segment
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.families.shape_reading.module_shapes import module_workload
@@ -15,7 +16,7 @@ from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure
 from motet.planner.registry import PLANNERS, make_plan
-from motet.planner.templates.pipelines import combinations, nodes_of_pipelines
+from motet.planner.templates.pipelines import combinations
 from motet.planner.templates.planner import check_coverage, make_templates, oobleck, plan_with_sizes
 from motet.shapes.module_shape import with_projector
 

@@ -25,20 +25,14 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.errors import UserError
 from motet.named_files import read_text
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
 from motet.planner.reconfiguration.shard_map import Copy
 from motet.planner.reconfiguration.state_owners import OwnedStates, initial_owners
-from motet.planner.templates.pipelines import (
-    Template,
-    Templates,
-    build_plan,
-    iteration_s,
-    min_max_counts,
-    nodes_of_pipelines,
-)
+from motet.planner.templates.pipelines import Template, Templates, build_plan, iteration_s, min_max_counts
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

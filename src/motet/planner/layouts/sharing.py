@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from motet.cluster import Cluster
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan
 from motet.planner.problem import PlanningProblem
-from motet.planner.templates.pipelines import nodes_of_pipelines
 
 
 def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:

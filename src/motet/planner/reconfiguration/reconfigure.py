@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.plan import Plan
 from motet.planner.reconfiguration.shard_map import (
     Copy,
@@ -48,14 +49,7 @@ from motet.planner.reconfiguration.state_owners import (
     states_to_copy,
     without_states,
 )
-from motet.planner.templates.pipelines import (
-    Templates,
-    build_plan,
-    iteration_s,
-    min_max_counts,
-    nodes_of_pipelines,
-    renumber_ranks,
-)
+from motet.planner.templates.pipelines import Templates, build_plan, iteration_s, min_max_counts, renumber_ranks
 
 StepKind = Literal["simple", "borrow", "merge", "give_up", "fill", "grow", "new", "spare"]
 
