@@ -32,6 +32,7 @@ from motet.costs.memory import (
     gathered_bytes,
     half_saved_layer_bytes,
     logit_bytes,
+    rounded,
     saved_layer_bytes,
     static_layer_bytes,
     usable_bytes,
@@ -88,7 +89,7 @@ class IterationCosts:
         self.memory = replace(memory, zero1=True) if routes.plan.zero1 else memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._saved_of_layer: dict[tuple[int, LayerGradients, Load, int, bool], tuple[int, int]] = {}
+        self._saved_of_layer: dict[tuple[object, ...], tuple[Ints | int, Ints | int]] = {}
         """By the layer's identity, as layers of equal shape are one object."""
         self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
@@ -376,31 +377,45 @@ class IterationCosts:
         return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
 
     def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
-        """Bytes saved by the forward, and by the input half of a backward."""
+        """Bytes that the forward saves, and the input half of a backward."""
         key = (kind_number, load_number)
         if key not in self._saved:
-            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            if kind.is_loss:
-                self._saved[key] = self._saved_loss(kind, load), 0
-            elif kind.module in self.plan.recompute_features:
-                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
-            else:
-                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
+            # Of all microbatches at once.
+            kind, numbers = self.cells.kinds[kind_number], np.unique(self.cells.load[self.cells.kind == kind_number])
+            whole, half = self._saved_of_kind(kind, numbers)
+            for number, *sizes in zip(numbers.tolist(), whole.tolist(), half.tolist(), strict=True):
+                self._saved[kind_number, number] = sizes[0], sizes[1]
         return self._saved[key]
 
-    def _saved_loss(self, kind: CellKind, load: Load) -> int:
+    def _saved_of_kind(self, kind: CellKind, numbers: Ints) -> tuple[Ints, Ints]:
+        """`numbers`: of loads."""
+        if kind.is_loss:
+            return self._saved_loss(kind, numbers), np.zeros(len(numbers), dtype=np.int64)
+        if kind.module in self.plan.recompute_features:
+            return self._saved_input(kind, numbers), self._saved_half(kind, numbers)
+        return self._saved_whole(kind, numbers), self._saved_half(kind, numbers)
+
+    def _loads(self, numbers: Ints) -> Load:
+        """Several loads as one, with an array in each field."""
+        return Load(*np.array([self.cells.loads[number] for number in numbers.tolist()], dtype=float).T)
+
+    def _saved_loss(self, kind: CellKind, numbers: Ints) -> Ints:
         workload = self.cells.workload(kind.module)
         share = loss_share(self.plan, kind.module, workload)
-        return loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes)
+        loads = (self.cells.loads[number] for number in numbers.tolist())
+        sizes = [loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes) for load in loads]
+        return np.array(sizes, dtype=np.int64)
 
-    def _saved_input(self, kind: CellKind, load: Load) -> int:
+    def _saved_input(self, kind: CellKind, numbers: Ints) -> Ints:
         workload, border = self.cells.workload(kind.module), kind.stage.layers[0]
         if not border or not any(needs.any for needs in kind.gradients):
-            return 0
-        whole = boundary_bytes(workload, border, load, self.memory.activation_bytes, num_shares=kind.num_shares)
-        return round(whole)
+            return np.zeros(len(numbers), dtype=np.int64)
+        element_bytes = self.memory.activation_bytes
+        received = boundary_bytes(workload, border, self._loads(numbers), element_bytes, num_shares=kind.num_shares)
+        sizes: Ints = rounded(received)
+        return sizes
 
-    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+    def _saved_whole(self, kind: CellKind, numbers: Ints) -> Ints:
         module = self.plan.modules[kind.module]
         workload = self.cells.workload(kind.module)
         # The first layer's norm, or a recomputed block, saves the tensor that the stage receives, unless it gathers it.
@@ -408,19 +423,26 @@ class IterationCosts:
         gathers = first.part == "head" and kind.stage.cp_size > 1 and not workload.is_shared(first)
         gathers = gathers or module.sequence_parallel or first.treatment == "offloaded"
         is_counted = first.saved_vectors > 0 and not gathers and not workload.num_time_vectors
-        return (0 if is_counted else self._saved_input(kind, load)) + sum(
-            count * self._saved_by_layer(kind, layer, needs, load)[0] for layer, needs, count in kind.different
-        )
+        sizes = self._saved_input(kind, numbers) * (not is_counted)
+        for layer, needs, count in kind.different:
+            sizes = sizes + count * self._saved_by_layer(kind, layer, needs, numbers)[0]
+        return sizes
 
-    def _saved_half(self, kind: CellKind, load: Load) -> int:
-        return sum(count * self._saved_by_layer(kind, layer, needs, load)[1] for layer, needs, count in kind.different)
+    def _saved_half(self, kind: CellKind, numbers: Ints) -> Ints:
+        sizes: Ints = np.zeros(len(numbers), dtype=np.int64)
+        for layer, needs, count in kind.different:
+            sizes = sizes + count * self._saved_by_layer(kind, layer, needs, numbers)[1]
+        return sizes
 
-    def _saved_by_layer(self, kind: CellKind, layer: LayerShape, needs: LayerGradients, load: Load) -> tuple[int, int]:
-        """Bytes that a layer saves in its forward, and in the input half of its backward."""
-        own, tp_size = self._load_on_rank(kind, layer, load), kind.stage.tp_size
-        sequence_parallel = self.plan.modules[kind.module].sequence_parallel
-        key = id(layer), needs, own, tp_size, sequence_parallel
+    def _saved_by_layer(
+        self, kind: CellKind, layer: LayerShape, needs: LayerGradients, numbers: Ints
+    ) -> tuple[Ints | int, Ints | int]:
+        """Bytes that a layer saves in its forward, and in the input half of its backward, for each of the loads."""
+        tp_size, sequence_parallel = kind.stage.tp_size, self.plan.modules[kind.module].sequence_parallel
+        num_shares = kind.num_shares if self.cells.workload(kind.module).is_shared(layer) else 1
+        key = id(layer), needs, numbers.tobytes(), num_shares, tp_size, sequence_parallel
         if key not in self._saved_of_layer:
+            own = self._load_on_rank(kind, layer, self._loads(numbers))
             whole = saved_layer_bytes(
                 layer,
                 own,
@@ -479,9 +501,9 @@ class IterationCosts:
         """For each rank, the largest graph that a backward recomputes there as a whole."""
         result: dict[int, int] = {}
         for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
-            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
+            kind = self.cells.kinds[number[0]]
             if kind.module in self.plan.recompute_features:
-                graph = self._saved_whole(kind, load)
+                graph = int(self._saved_whole(kind, np.array(number[1:]))[0])
                 stages = [
                     s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
                 ]

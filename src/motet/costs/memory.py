@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import Load
@@ -181,7 +183,8 @@ def saved_layer_bytes(
 ) -> int:
     """Activations that one layer keeps on one rank for the backward of one microbatch.
 
-    `load`: that of the rank, which with context parallelism is a share of the microbatch's (`Load.share`)."""
+    `load`: that of the rank, which with context parallelism is a share of the microbatch's (`Load.share`). Of several
+    microbatches at once: arrays in its fields, for which the bytes are an array too."""
     if not (input_gradient or weight_gradient):
         return 0
     tokens = load.outputs if layer.part == "projector" else load.tokens * layer.resolution
@@ -189,7 +192,7 @@ def saved_layer_bytes(
     if layer.treatment == "offloaded":
         return 0
     if layer.treatment == "recomputed":
-        return round(tokens * layer.hidden_size * options.activation_bytes / shared)
+        return rounded(tokens * layer.hidden_size * options.activation_bytes / shared)
     keeps_attention = layer.treatment != "attention"
     trains_own = weight_gradient and not layer.num_adapter_parameters()
     keeps_inputs_alone = options.saves_less or options.fused
@@ -222,7 +225,7 @@ def saved_layer_bytes(
             num_tensors -= 1  # The function's output, or what is counted above as the last linear's input.
         elements += tokens * width * num_tensors / tp_size
     logits = logit_bytes(layer, load, tp_size=tp_size, options=options)
-    return round(elements * options.activation_bytes) + logits
+    return rounded(elements * options.activation_bytes) + logits
 
 
 def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
@@ -234,7 +237,7 @@ def logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryO
         for linear in layer.linears
         if linear.rows == "outputs" and linear.cut == "column"
     )
-    return round(logits * options.activation_bytes)
+    return rounded(logits * options.activation_bytes)
 
 
 def boundary_bytes(
@@ -269,7 +272,7 @@ def half_saved_layer_bytes(
     layer: LayerShape, load: Load, *, weight_gradient: bool, tp_size: int, options: MemoryOptions
 ) -> int:
     """Tensors that one rank keeps after the input half of a backward for the weights of linears: their distinct inputs
-    and the gradient of each output."""
+    and the gradient of each output. `load`: as for `saved_layer_bytes`."""
     if not weight_gradient or not layer.runs:
         return 0
     elements = 0.0
@@ -280,7 +283,14 @@ def half_saved_layer_bytes(
         elements += _rows(linear, layer, load) * linear.out_features / (tp_size if linear.cut == "column" else 1)
         # An adapter's second matrix has an input of its own, and the first an output gradient.
         elements += 2 * _rows(linear, layer, load) * linear.adapter_rank
-    return round(elements * options.activation_bytes)
+    return rounded(elements * options.activation_bytes)
+
+
+def rounded(number_of_bytes: Any) -> Any:
+    """The nearest integer, or an array of them."""
+    return (
+        np.rint(number_of_bytes).astype(np.int64) if isinstance(number_of_bytes, np.ndarray) else round(number_of_bytes)
+    )
 
 
 def _inputs(layer: LayerShape) -> Sequence[Linear]:
