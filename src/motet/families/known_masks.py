@@ -5,8 +5,6 @@ the device. Where a mask is handed over here it is needed, and which samples sha
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -26,19 +24,22 @@ class _Known(threading.local):
 _known = _Known()
 
 
-@contextmanager
-def masks_known(positions: Tensor | None = None) -> Iterator[None]:
+class KnownMasks:
     """Around a forward, or the making of masks, in which every 2-D mask hides something.
 
     `positions`: [rows, columns] on the host, those of packed samples; None: a row holds one sample."""
-    before = _known.is_given, _known.packed
-    _known.is_given = False  # On the host transformers may look.
-    _known.packed = None if positions is None else _find_packed(positions)
-    _known.is_given = True
-    try:
-        yield
-    finally:
-        _known.is_given, _known.packed = before
+
+    def __init__(self, positions: Tensor | None = None) -> None:
+        self._positions = positions
+
+    def __enter__(self) -> None:
+        self._before = _known.is_given, _known.packed
+        _known.is_given = False  # On the host transformers may look.
+        _known.packed = None if self._positions is None else _find_packed(self._positions)
+        _known.is_given = True
+
+    def __exit__(self, *_: object) -> None:
+        _known.is_given, _known.packed = self._before
 
 
 def _reads_no_values(tensor: Any = None) -> bool:

@@ -280,7 +280,7 @@ class LocalModel:
     def reached(self) -> set[str]:
         """Names of the parameters to which this rank's microbatches brought gradients in the last iteration; before
         `finish_gradients`."""
-        found = {parameter for reducer in self.reducers.values() for parameter in reducer.reached()}
+        found: set[Tensor] = set().union(*(reducer.reached() for reducer in self.reducers.values()))
         found.update(parameter for whole_sum in self._whole_sums for parameter in whole_sum.reached())
         within = {key: sharded.take_reached() for key, sharded in self.sharded.items()}
         return {p.name for p in self.parameters if p.reduce is not None and p.parameter in within.get(p.stage, found)}

@@ -74,7 +74,7 @@ class StageRunner:
         self._tp, self._kept_shares = tp, kept_shares
         self._cp = cp
         self._sharded = sharded
-        make_splittable(cast(nn.Module, module))
+        self._is_splittable = False
         self._wide_dtype = torch.promote_types(boundary_dtype, torch.float32)
         """Dtype of what a message brought while the stage computes with it, if the stage has no parameters."""
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), self._wide_dtype)
@@ -238,7 +238,7 @@ class StageRunner:
             )
             for route, tensor in inputs.items()
         }
-        split = SplitBackward() if is_split else None
+        split = self._split_backward() if is_split else None
         stage_input = self._stage_input(cell, leaves)
         with_graph = keeps_graph and not self._recomputes
         if split is None and self._computes_plainly and with_graph == torch.is_grad_enabled():
@@ -251,6 +251,12 @@ class StageRunner:
             self._losses.append(output.loss.detach())
         if keeps_graph or self._hands_on(cell):
             self._saved[cell] = Saved(leaves, output, split)
+
+    def _split_backward(self) -> SplitBackward:
+        if not self._is_splittable:
+            make_splittable(cast(nn.Module, self.module))
+            self._is_splittable = True
+        return SplitBackward()
 
     def hand_on(self, cell: Cell) -> None:
         """In place of `forward`, for a cell that ran in the iteration before: its output is what was kept."""

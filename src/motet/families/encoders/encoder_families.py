@@ -37,7 +37,7 @@ from motet.families.encoders.own_encoders import (
     run_before_blocks,
     run_behind_blocks,
 )
-from motet.families.known_masks import masks_known
+from motet.families.known_masks import KnownMasks
 from motet.shapes.module_shape import blocks_before_features
 
 Grids = Sequence[tuple[int, ...]]
@@ -201,7 +201,7 @@ def _attended_tokens(hidden: Tensor, grids: Grids) -> Tensor | None:
 
 def _causal(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
     attended = _attended_tokens(hidden, grids)
-    with masks_known():
+    with KnownMasks():
         mask = create_causal_mask(
             config=model.config, inputs_embeds=hidden, attention_mask=attended, past_key_values=None
         )
@@ -214,7 +214,7 @@ def _mask_of_text(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
 
 def _within(model: Any, hidden: Tensor, attended: Tensor | None) -> BlockArguments:
     """Attention in both directions to the tokens that are `attended`; None: to all."""
-    with masks_known():
+    with KnownMasks():
         mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
     return lambda index: {"attention_mask": mask}
 

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
 from motet.devices import to_device
-from motet.errors import UserError
 from motet.families.discovery.language_model_parts import causal_paths, num_causal_layers
-from motet.families.known_masks import masks_known
+from motet.families.known_masks import KnownMasks
 from motet.families.language_models import is_tied
 from motet.families.rotary import SequenceRotary
 from motet.families.stored_weights import stored_buffers
+from motet.models.stages.head import HeadWatch
 from motet.models.stages.stage import StageBase
 from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.tensor.vocab_parallel import cross_entropy_sum, vocabulary_group
@@ -167,6 +168,9 @@ class CausalStage(StageBase):
         self._takes = set(inspect.signature(model.forward).parameters)
         if "kwargs" in self._takes:
             self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
+        self._takes.add("context")  # Read by attention of motet's own.
+        self._find_head = attrgetter(self.paths.output)
+        self._head_watch = HeadWatch(type(model).__name__, self._find_head(model)) if self.is_last else None
 
     @property
     def running_blocks(self) -> dict[int, nn.Module]:
@@ -250,38 +254,31 @@ class CausalStage(StageBase):
         if self._handover is not None:
             self._handover.begin(hidden)
         self._rotary.begin(lengths)
-        states: list[Tensor] = []
-
-        def keep_rows(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            states.append(args[0])
-            if args[0].shape[:2] != ids.shape:
-                raise UserError(
-                    f"{type(self.module).__name__}: its head does not read one row for each token; give another model"
-                )
-            return args if rows is None else (args[0].flatten(0, 1).index_select(0, rows)[None],)
-
-        hooks: list[Any] = []
+        module, hook = self.module, None
         if self.is_first and enter is not None:
-            words = self.module.get_submodule(self.paths.words)
-            hooks.append(words.register_forward_hook(lambda module, args, embedded: enter(embedded)))
-        if self.is_last:
-            head = self.module.get_submodule(self.paths.output)
-            hooks.append(head.register_forward_pre_hook(keep_rows, prepend=True))
+            words = module.get_submodule(self.paths.words)
+            hook = words.register_forward_hook(lambda words, args, embedded: enter(embedded))
         known = {"use_cache": False, **options}
-        known = {key: value for key, value in known.items() if key in self._takes or key == "context"}
+        known = {key: value for key, value in known.items() if key in self._takes}
+
+        def forward() -> Tensor:
+            logits: Tensor = module(input_ids=ids, **known).logits
+            return logits
+
         try:
-            with masks_known(packed_positions):
-                logits = self.module(input_ids=ids, **known).logits
+            with KnownMasks(packed_positions):
+                if self._head_watch is not None:
+                    head, has_hooks = self._find_head(module), bool(module._forward_hooks)
+                    return self._head_watch.run(head, forward, ids.shape, rows, to_its_end=has_hooks)
+                forward()
         except LeftForward as left:
             return left.packed, None
         finally:
             if self._handover is not None:
                 self._handover.begin(None)
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
-        assert self.is_last
-        assert len(states) == 1, "the head ran more than once"
-        return states[0], logits.flatten(0, 1)
+        raise AssertionError("the forward was not left behind the stage")
 
     def observed(
         self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None
@@ -306,7 +303,7 @@ class CausalStage(StageBase):
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of all tokens with a label. `labels`: what each row of `logits` is to predict."""
-        return cross_entropy_sum(logits, labels, vocabulary_group(self.module.get_submodule(self.paths.output)))
+        return cross_entropy_sum(logits, labels, vocabulary_group(self._find_head(self.module)))
 
 
 def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:

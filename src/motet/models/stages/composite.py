@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from motet.assignment.sample import Sample
 from motet.devices import to_device
 from motet.families.discovery.composite import Composite, FeatureFunction
-from motet.families.known_masks import masks_known
+from motet.families.known_masks import KnownMasks
 from motet.models.host_values import HostValues, on_host, values_known
 from motet.models.stages.causal import (
     CausalStage,
@@ -114,7 +114,7 @@ class CompositeEncoderStage(StageBase):
             given = [features for features in inputs.features if function.raw in features]
             if given:
                 tensors = on_device(collate(given, function.inputs), self.device, keeps_all=self.features_on_host)
-                with values_known(self.device), masks_known():
+                with values_known(self.device), KnownMasks():
                     rows = (
                         self._encode(function, tensors)
                         if function.name

@@ -323,7 +323,8 @@ class LanguageModelStage(CausalStage):
         self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, device: torch.device
     ) -> Tensor:
         if inputs.hidden is not None:
-            return torch.zeros(self._rows_and_columns(inputs.samples), dtype=torch.long, device=device)
+            shape = sequences.shape if context is None else self._rows_and_columns(inputs.samples)
+            return torch.zeros(shape, dtype=torch.long, device=device)
         if context is None:
             return to_device(token_ids(inputs.features, sequences), device)
         own = torch.cat([f["input_ids"] for f in inputs.features])[context.host_tokens][None]

@@ -30,7 +30,9 @@ from motet.parallel.tensor.sequence_parallel import note_length
 
 
 class LeftForward(Exception):
-    """Not an error: the forward has come to the end of the stage. The message is what the next stage receives."""
+    """Not an error: the forward has come to the end of the stage, or to the head, which the stage calls itself.
+
+    `packed`: what the next stage, or the head, receives."""
 
     def __init__(self, packed: Tensor) -> None:
         self.packed = packed
@@ -142,19 +144,23 @@ class BlockStandIn(StandIn):
 
     def __init__(self, original: nn.Module, block: int, handover: Handover) -> None:
         super().__init__(original, handover)
-        self.__dict__["block"] = block
+        self.__dict__.update(
+            block=block, is_before=block < handover.own.start, num_returned=handover.forms.num_returned.get(block, 0)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        handover: Handover = self.__dict__["handover"]
-        if self.block < handover.own.start:
+        handover: Handover = self.handover
+        if self.is_before:
             hidden, handover.is_passed_on = handover.received, True
         else:
             found = arguments(args, kwargs)
             hidden = found[hidden_key(found)]
             handover.read(self.block, found)
             handover.leave_if_complete(hidden)
-        num_returned = handover.forms.num_returned.get(self.block, 0)
-        return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
+        return (hidden, *[None] * (self.num_returned - 1)) if self.num_returned else hidden
+
+    __call__ = forward
+    """Without hooks: nothing runs here."""
 
 
 class Behind(StandIn):

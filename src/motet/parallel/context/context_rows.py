@@ -132,8 +132,7 @@ class ContextRows:
     def gather_gradient(self, route: Route, gradient: Tensor) -> Tensor:
         """The gradient of the whole input that a route from another module brought, from the rows of each member.
         Collective over the group."""
-        held = self.received(route)
-        if held is None or self._cp is None:
+        if self._cp is None or (held := self.received(route)) is None:
             return gradient
         return collect_rows(gradient[: len(held[self._cp.rank])], held, self._cp)
 

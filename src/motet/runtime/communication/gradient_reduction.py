@@ -143,7 +143,7 @@ class GradientReducer:
 
     def reached(self) -> set[Tensor]:
         """Parameters to which a microbatch of this rank brought a gradient in the iteration; after `start`."""
-        return {parameter for bucket in self._buckets for parameter in bucket.reached}
+        return set().union(*(bucket.reached for bucket in self._buckets))
 
     def arm(self) -> None:
         """Called before this rank's last backward of the layers, if it is a whole one: buckets may start within it."""
