@@ -9,7 +9,7 @@ from distributed import run_distributed
 from torch import Tensor, nn
 from tp_cases import TEXT, Case
 from tp_compare import largest_error
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BertConfig, BertModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -131,6 +131,14 @@ def test_a_table_that_norms_what_it_looks_up_stays_whole() -> None:
     untied = copy.deepcopy(model)
     untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
     assert tensor_cuts(untied).vocabulary == ("lm_head",)
+
+
+def test_an_encoder_whose_embeddings_are_on_another_stage() -> None:
+    config = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+    model = BertModel(config)
+    whole = tensor_cuts(model)
+    model.embeddings = nn.Identity()
+    assert tensor_cuts(model).linears == whole.linears
 
 
 def test_a_model_of_which_nothing_can_be_cut_is_refused() -> None:

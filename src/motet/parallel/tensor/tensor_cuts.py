@@ -435,12 +435,10 @@ class _Derivation:
         """The paths of embedding and output head, if the model has both; either may be on another stage."""
         for part in self.modules.values():
             if isinstance(part, PreTrainedModel):
-                try:
-                    head, words = part.get_output_embeddings(), part.get_input_embeddings()
-                except NotImplementedError:  # A vision encoder: there is nothing to look up.
+                head = part.get_output_embeddings()
+                if head is None:  # Not asked for what an encoder looks up: it may be on another stage, or be nothing.
                     return ()
-                if head is None:
-                    return ()
+                words = part.get_input_embeddings()
                 is_special = isinstance(words, nn.Embedding) and any(words.children())  # Norms what it looks up.
                 if is_special and getattr(head, "weight", None) is words.weight:
                     return ()
