@@ -51,7 +51,7 @@ from motet.assignment.next_batch import why_not_ahead
 from motet.cluster.rank_placement import replicas_side_by_side
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
-from motet.plan import Plan
+from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.ending import Progress, silent, until
 from motet.planner.evaluate import Evaluation, Simulations, evaluate
@@ -598,7 +598,7 @@ class _Search:
             ITERATED in self.schedules
             and best.num_actions <= MAX_FOLLOWED_ACTIONS
             and self._critical_is_near()
-            and _has_one_order(best.problem)
+            and _has_one_order(best)
         ):
             self.add(self._under(best, [ITERATED]), "critical paths again")
 
@@ -633,10 +633,17 @@ def _are_uneven(problem: PlanningProblem, name: str) -> bool:
     return max(tokens) > (1 + MIN_UNEVEN) * sum(tokens) / len(tokens)
 
 
-def _has_one_order(problem: PlanningProblem) -> bool:
-    """Whether all batches have the same cells, so that a schedule is searched once and not while training goes on."""
-    return problem.cuts_evenly and all(
-        sample.num_tokens(name) for sample in problem.samples for name in problem.modules
+def _has_one_order(evaluation: Evaluation) -> bool:
+    """Whether all batches have the same cells and routes, so that a schedule is searched once and not while training
+    goes on: each sample has every modality, each microbatch equally many samples, and replicas of unequal numbers meet
+    samples that are alike."""
+    problem, plan = evaluation.problem, evaluation.plan
+    numbers = {len(module.replicas) for module in plan.modules.values()}
+    return (
+        plan.assignment == DEFAULT_ASSIGNMENT
+        and problem.cuts_evenly
+        and all(sample.num_tokens(name) for sample in problem.samples for name in problem.modules)
+        and (len(numbers) == 1 or not any(problem.sample_kinds))
     )
 
 

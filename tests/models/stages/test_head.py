@@ -7,8 +7,10 @@ import pytest
 import torch
 from tiny_language_models import MIXTURES, SIZES, TINY
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cohere2Config, Cohere2ForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from motet.assignment.sample import Sample, Segment
 from motet.models.materialize import float64_throughout
@@ -35,6 +37,15 @@ class Scaling(Llama):
         if not self.training:
             output.logits = output.logits * 0.5
         return output
+
+
+class Wide(Llama):
+    """Computes logits outside of autocast."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.model(*args, **{key: value for key, value in kwargs.items() if key != "logits_to_keep"})[0]
+        with torch.autocast("cpu", enabled=False):
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden.to(self.lm_head.weight.dtype)))
 
 
 MODELS = {
@@ -138,6 +149,30 @@ def test_hooks_of_the_whole_model_run_in_each_forward() -> None:
     assert not torch.equal(stage(inputs).loss, plain)
     hook.remove()
     assert torch.equal(stage(inputs).loss, plain)
+    seen: list[nn.Module] = []
+    hook = register_module_forward_hook(lambda module, *_: seen.append(module))
+    stage(inputs)
+    hook.remove()
+    assert stage.module in seen
+
+
+def test_a_model_that_leaves_autocast_around_its_head() -> None:
+    torch.manual_seed(0)
+    stage = LanguageModelStage("llm", Wide(LlamaConfig(**SIZES)), (0, 6))
+    inputs = StageInput(SAMPLES[:1], features_of(SAMPLES[:1], num_without_label=0))
+    for enabled in (True, True, False, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits, _ = stage.forward_whole(inputs, has_labels=False)
+        assert logits.dtype == stage.module.lm_head.weight.dtype
+
+
+def test_inference_mode() -> None:
+    torch.manual_seed(0)
+    stage = LanguageModelStage("llm", Llama(LlamaConfig(**SIZES)).double(), (0, 6))
+    inputs = StageInput(SAMPLES, features_of(SAMPLES, num_without_label=3))
+    with torch.inference_mode():
+        found = [stage(inputs).loss for _ in range(2)]
+    assert all(torch.equal(loss, stage(inputs).loss) for loss in found for _ in range(2))
 
 
 def test_a_forward_after_one_that_failed() -> None:

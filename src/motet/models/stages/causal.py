@@ -9,12 +9,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
@@ -268,8 +270,8 @@ class CausalStage(StageBase):
         try:
             with KnownMasks(packed_positions):
                 if self._head_watch is not None:
-                    head, has_hooks = self._find_head(module), bool(module._forward_hooks)
-                    return self._head_watch.run(head, forward, ids.shape, rows, to_its_end=has_hooks)
+                    head, has_hooks = self._find_head(module), self._has_hooks_around_head()
+                    return self._head_watch.run(head, forward, ids, rows, to_its_end=has_hooks)
                 forward()
         except LeftForward as left:
             return left.packed, None
@@ -279,6 +281,12 @@ class CausalStage(StageBase):
             if hook is not None:
                 hook.remove()
         raise AssertionError("the forward was not left behind the stage")
+
+    def _has_hooks_around_head(self) -> bool:
+        """Whether hooks of the model, of a part of it that holds the head, or of all modules expect a whole forward."""
+        names = self.paths.output.split(".")[:-1]
+        around = accumulate(names, nn.Module.get_submodule, initial=self.module)
+        return _has_any_global_hook() or any(module._forward_hooks for module in around)
 
     def observed(
         self, samples: Sequence[Sample], sequences: SequenceLayout, held: Tensor | None
