@@ -22,7 +22,7 @@ from statistics import median
 from benchmarks.reporting import Report
 from motet.api import read_problem
 from motet.config import load_run_config
-from motet.planner.auto import Choice
+from motet.planner.choice import Choice
 from motet.planner.evaluate import Evaluation
 from motet.planner.problem import PlanningProblem
 from motet.planner.registry import choose

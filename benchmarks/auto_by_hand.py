@@ -26,7 +26,7 @@ from benchmarks.reporting import Report
 from motet.api import read_problem
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.planner.auto import Choice
+from motet.planner.choice import Choice
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layouts.degrees import check_degrees
 from motet.planner.layouts.layout import Chunk, Layout, build_plan, layout_plan

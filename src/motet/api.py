@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from motet.costs.cost_model import CostTable
     from motet.data.layouts import SampleSource
     from motet.data.loader import LoadedBatch
-    from motet.planner.auto import Choice
+    from motet.planner.choice import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
     from motet.resilience.health.free_memory import MemoryNeeds

@@ -134,6 +134,10 @@ class ModulePlan:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
 
     @property
+    def tp_sizes(self) -> set[int]:
+        return {stage.tp_size for replica in self.replicas for stage in replica.stages}
+
+    @property
     def shares_over_replicas(self) -> bool:
         """Whether replicas share the parameters, each rank keeping some rows of every one."""
         return self.fully_sharded and self.sharded_replicas > 1

@@ -8,7 +8,8 @@ from sampling import in_campaigns
 from small_problem import sample, small_problem, with_memory
 
 from motet.costs.memory import RESERVE
-from motet.planner.auto import Choice, bound_of_all
+from motet.planner.auto import bound_of_all
+from motet.planner.choice import Choice
 from motet.planner.evaluate import evaluate, memory_suggestions
 from motet.planner.layouts.layout import Chunk, Layout, layout_plan
 from motet.planner.layouts.own_layouts import own_layouts

@@ -7,7 +7,8 @@ from checkout import ROOT
 from motet.api import read_problem
 from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.config import load_run_config
-from motet.planner.auto import Choice, may_share_experts
+from motet.planner.auto import may_share_experts
+from motet.planner.choice import Choice
 from motet.planner.evaluate import evaluate
 from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.sharing import sharing_plans

@@ -42,16 +42,16 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from motet.assignment.next_batch import why_not_ahead
 from motet.cluster.rank_placement import replicas_side_by_side
 from motet.errors import UserError
 from motet.families.capabilities import OF_EXPERTS, SHOWN_EQUAL
 from motet.plan import DEFAULT_ASSIGNMENT, Plan
+from motet.planner.choice import Choice, best_of, points_of
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.ending import Progress, silent, until
 from motet.planner.evaluate import Evaluation, Simulations, evaluate
@@ -67,7 +67,7 @@ from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import language_model
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
-from motet.recomputation import of_module, split_entry, with_kind
+from motet.recomputation import of_module, with_kind
 from motet.schedule.generators import CONTRASTING, GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -103,8 +103,6 @@ NUM_VARIANTS = 1
 """Variants, those of the fastest chains, under which all families of layouts are searched."""
 BALANCED = ("balanced", "entrain")
 """Assignments that the best plan is tried under where the user leaves that open."""
-NUM_BEST = 10
-"""Number of plans that a choice keeps to be compared."""
 NUM_SHARED = 4
 """Number of plans that do not fit, the fastest ones, that are tried with parameters that replicas share."""
 NUM_PROMISING = 2
@@ -124,87 +122,6 @@ NEAR_CRITICAL = 1.03
 """Moved layouts are tried so if plans under critical paths have come this near to the best plan."""
 BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "critical_path", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
-
-
-class Point(NamedTuple):
-    """A simulated plan."""
-
-    iteration_time_s: float
-    peak_memory_bytes: int
-    fits: bool
-    planner: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    evaluation: Evaluation
-    """Evaluation of the chosen plan, whose `planner` is auto."""
-    found_by: str
-    """The named planner whose plan was chosen, or auto."""
-    named: Mapping[str, Evaluation]
-    """The plan of each named planner."""
-    too_slow: Mapping[str, float]
-    """Planners without a plan as fast as the best of `named`: lower bound of the seconds that theirs take, if they
-    fit."""
-    refused: Mapping[str, str]
-    """Why a planner has no plan."""
-    lower_bound_s: float | None
-    """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
-    repaired_s: float | None = None
-    """Seconds of the chosen plan's iteration under the options that make it fit, if no plan fits as the problem is."""
-    best: tuple[Evaluation, ...] = ()
-    """The best of all simulated plans, best first, at most `NUM_BEST`."""
-    points: tuple["Point", ...] = ()
-    """Time and memory of all simulated plans."""
-    assignments_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the chosen layout under the assignments that were compared, where the user leaves that open."""
-    ended_early: str | None = None
-    """Why the search ended before all was tried."""
-
-    @property
-    def best_named(self) -> str | None:
-        return min(self.named, key=lambda name: rank(self.named[name]), default=None)
-
-    @property
-    def why(self) -> str:
-        """The reasons for the choice, as short text."""
-        plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
-        parts = [f"{_shape(plan)} under {plan.schedule}"]
-        num_devices = self.evaluation.problem.num_devices
-        parts[0] += f", {plan.num_microbatches} microbatches"
-        by_kind: dict[str, list[str]] = {}
-        for name, kind in map(split_entry, plan.recompute):
-            by_kind.setdefault(kind, []).append(name)
-        parts += [f"{kind} of {' and '.join(names)} recomputed" for kind, names in by_kind.items()]
-        parts += ["optimizer's state sharded"] if plan.zero1 else []
-        parts += ["encoders run ahead"] if plan.run_ahead else []
-        if plan.num_ranks < num_devices:
-            parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
-        if self.repaired_s is not None:
-            parts.append(f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit")
-        elif self.found_by != PLANNER:
-            parts.append(f"the plan of {self.found_by}")
-        elif self.best_named is not None:
-            best = self.named[self.best_named]
-            if not self.evaluation.fits:
-                parts.append("no plan fits, with recomputation and a sharded optimizer's state neither")
-            elif best.fits:
-                gain = best.iteration_time_s / seconds - 1
-                parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
-            else:
-                parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
-        elif self.too_slow:
-            name = min(self.too_slow, key=lambda name: self.too_slow[name])
-            gain = self.too_slow[name] / seconds - 1
-            parts.append(f"every named planner that fits is at least {gain:.1%} slower")
-        if len(self.assignments_s) > 1:
-            parts.append(_deferral_text(self.assignments_s))
-        if self.ended_early is not None:
-            parts.append(self.ended_early)
-        if self.repaired_s is None and self.lower_bound_s is not None and self.lower_bound_s < inf:
-            # Rounding may put the bound just above the plan that it equals.
-            parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above the lower bound")
-        return "; ".join(parts)
 
 
 def choose_among(
@@ -457,7 +374,7 @@ class _Search:
         """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs
         are known; else nothing."""
         problem, plan = evaluation.problem, evaluation.plan
-        cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
+        cut = {name: sizes for name in plan.modules if (sizes := plan.modules[name].tp_sizes - {1})}
         sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
         if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
             return []
@@ -621,8 +538,8 @@ class _Search:
             too_slow=self.too_slow,
             refused=self.refused,
             lower_bound_s=None if ended_early else _bound_of_variants(self.problem, plans, plan),
-            best=_distinct(self.evaluations),
-            points=_points(self.evaluations),
+            best=best_of(self.evaluations),
+            points=points_of(self.evaluations),
             assignments_s=self.assignments_s,
             ended_early=ended_early,
         )
@@ -668,37 +585,6 @@ def _with_all_memory(problem: PlanningProblem) -> PlanningProblem:
     device = replace(problem.cluster.device, memory_bytes=UNLIMITED_BYTES)
     cluster = replace(problem.cluster, device=device)
     return problem.with_options(cluster=cluster, memory=replace(problem.memory, zero1=True))
-
-
-def _deferral_text(assignments_s: Mapping[str, float]) -> str:
-    """Whether balancing pays, and deferral beside it."""
-    given = next(iter(assignments_s))
-    balanced_s = assignments_s.get("balanced", assignments_s[given])
-    gain = assignments_s[given] / balanced_s - 1
-    text = f"balanced microbatches are {abs(gain):.1%} {'faster' if gain >= 0 else 'slower'} than {given} ones"
-    if "entrain" in assignments_s:
-        pays = balanced_s / assignments_s["entrain"] - 1
-        text += f", and deferral {'pays' if pays > 0 else 'costs'} {abs(pays):.1%} beside"
-    return text
-
-
-def _distinct(evaluations: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
-    """The best plans, best first, without those that another planner found too."""
-    found: list[Evaluation] = []
-    contents: list[Plan] = []
-    for evaluation in sorted(evaluations, key=rank):
-        # What a plan's planner is called makes no other plan.
-        content = replace(evaluation.plan, planner=PLANNER)
-        if len(found) < NUM_BEST and content not in contents:
-            found.append(evaluation)
-            contents.append(content)
-    return tuple(found)
-
-
-def _points(evaluations: Iterable[Evaluation]) -> tuple[Point, ...]:
-    return tuple(
-        Point(e.iteration_time_s, max(e.result.peak_memory_bytes), e.fits, e.plan.planner) for e in evaluations
-    )
 
 
 def _choose_repaired(
@@ -795,8 +681,8 @@ def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Cho
         too_slow={},
         refused={},
         lower_bound_s=None,
-        best=_distinct([found.best, found.of_distmm]),
-        points=_points([found.best, found.of_distmm]),
+        best=best_of([found.best, found.of_distmm]),
+        points=points_of([found.best, found.of_distmm]),
     )
 
 
@@ -871,33 +757,14 @@ def bound_of_all(
     for plan in candidates:
         for name in problem.modules:
             replicas[name].add(len(plan.modules[name].replicas))
-            tp[name] |= _tp_sizes(plan, name)
+            tp[name] |= plan.modules[name].tp_sizes
             cp[name].add(plan.modules[name].replicas[0].stages[0].cp_size)
     return problem_lower_bound_s(
         problem,
         num_replicas={name: sorted(sizes) for name, sizes in replicas.items()},
         tp={name: sorted(sizes) for name, sizes in tp.items()},
         cp={name: sorted(sizes) for name, sizes in cp.items()},
-        mixed=any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules),
+        mixed=any(len(chosen.modules[name].tp_sizes) > 1 for name in problem.modules),
         gathers=gathers,
         at_most_s=at_most_s,
     )
-
-
-def _tp_sizes(plan: Plan, name: str) -> set[int]:
-    return {stage.tp_size for replica in plan.modules[name].replicas for stage in replica.stages}
-
-
-def _shape(plan: Plan) -> str:
-    """Like `vision 2 stages x 4 replicas, language_model 6 stages x 4 replicas`."""
-    parts = []
-    for name, module in plan.modules.items():
-        if module.copy_of is None and module.kind != "loss":
-            stages = module.replicas[0].stages
-            tp_sizes = sorted(_tp_sizes(plan, name))
-            groups = f" x tp {' and '.join(map(str, tp_sizes))}" if tp_sizes != [1] else ""
-            groups += " with sequence parallelism" if module.sequence_parallel else ""
-            groups += f" x ep {module.ep}" if module.ep > 1 else ""
-            groups += f" x cp {stages[0].cp_size}" if stages[0].cp_size > 1 else ""
-            parts.append(f"{name} {len(stages)} stages{groups} x {len(module.replicas)} replicas")
-    return ", ".join(parts)

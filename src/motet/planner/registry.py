@@ -6,7 +6,7 @@ from functools import partial
 
 from motet.errors import UserError, closest
 from motet.plan import Plan
-from motet.planner.auto import Choice, choose_among
+from motet.planner.auto import choose_among
 from motet.planner.baselines import (
     cornstarch,
     encoders_colocated,
@@ -15,6 +15,7 @@ from motet.planner.baselines import (
     frozen_unaware,
     proportional,
 )
+from motet.planner.choice import Choice
 from motet.planner.distmm.planner import distmm
 from motet.planner.disttrain.planner import disttrain
 from motet.planner.ending import Progress, silent

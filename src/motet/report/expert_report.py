@@ -11,7 +11,7 @@ from motet.config import RunConfig
 from motet.costs.accuracy import ACCURACY, accuracy_text
 from motet.costs.memory import usable_bytes
 from motet.plan import LANGUAGE_MODEL, Plan
-from motet.planner.auto import Choice
+from motet.planner.choice import Choice
 from motet.planner.evaluate import Evaluation
 from motet.planner.sensitivity import Sensitivity, sensitivities
 from motet.recomputation import BLOCKS, of_module
@@ -85,7 +85,7 @@ def plan_features(plan: Plan) -> dict[str, str]:
         if module.kind == "loss" or module.copy_of is not None:
             continue
         stages = module.replicas[0].stages
-        tp = sorted({stage.tp_size for replica in module.replicas for stage in replica.stages})
+        tp = sorted(module.tp_sizes)
         groups = len({stage.ranks for stage in stages})
         parts = [f"{groups} group{'s' if groups > 1 else ''}"]
         parts += [f"{len(stages)} stages"] if len(stages) > groups else []

@@ -9,7 +9,7 @@ from motet.cluster.pipelines_on_nodes import nodes_of_pipelines
 from motet.costs.communication import communicator_bytes
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.auto import Choice
+from motet.planner.choice import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
