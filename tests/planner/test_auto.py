@@ -8,7 +8,7 @@ from sampling import in_campaigns
 from small_problem import sample, small_problem, with_memory
 
 from motet.costs.memory import RESERVE
-from motet.planner.auto import bound_of_all
+from motet.planner.auto import _has_one_order, bound_of_all
 from motet.planner.choice import Choice
 from motet.planner.evaluate import evaluate, memory_suggestions
 from motet.planner.layouts.layout import Chunk, Layout, layout_plan
@@ -189,3 +189,19 @@ def test_what_fits_with_sequence_parallelism_alone_is_not_missed():
     tight = with_memory(problem, sum(peaks) / 2 / (1 - RESERVE))
     choice = choose(tight)
     assert rank(choice.evaluation) <= rank(evaluate(tight, shared.plan))
+
+
+def test_a_long_search_for_an_order_needs_batches_with_the_same_cells() -> None:
+    alike = small_problem(encoders=("vision",), num_microbatches=4)
+    plan = PLANNERS["megatron_balanced"].plan(alike)
+    assert _has_one_order(evaluate(alike, plan))
+    assert not _has_one_order(evaluate(alike, replace(plan, assignment="balanced")))
+    lacking = small_problem(num_microbatches=4)
+    assert not _has_one_order(evaluate(lacking, PLANNERS["megatron_balanced"].plan(lacking)))
+    larger = small_problem(encoders=("vision",), num_devices=8, num_microbatches=4)
+    unequal = PLANNERS["optimus"].plan(larger)
+    assert {name: len(module.replicas) for name, module in unequal.modules.items()} == {
+        "vision": 4,
+        "language_model": 1,
+    }
+    assert not _has_one_order(evaluate(larger, unequal))
