@@ -130,6 +130,16 @@ class ModulePlan:
     num_microbatches: int | None = None
     """Per replica, where the module cuts the batch otherwise than the plan says; of a loss: the contrastive batches."""
 
+    @cached_property
+    def wrong_stages(self) -> str | None:
+        """What is wrong with the stages of the first replica that has wrong ones. Searches make many plans of the same
+        modules, which are checked once."""
+        for r, replica in enumerate(self.replicas):
+            wrong = _wrong_stages(self, replica)
+            if wrong is not None:
+                return f"replicas[{r}]{wrong}"
+        return None
+
     def is_trainable(self, layers: LayerRange) -> bool:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
 
@@ -277,8 +287,7 @@ def check_plan(plan: Plan) -> None:
     _require(limit is None or limit >= 1, f"max_packed_tokens: is {limit}; give at least 1, or null")
     for name, module in plan.modules.items():
         _check_module(plan, name, module)
-        for r, replica in enumerate(module.replicas):
-            _check_replica(f"modules.{name}.replicas[{r}]", module, replica)
+        _require(module.wrong_stages is None, f"modules.{name}.{module.wrong_stages}")
     _check_edges(plan)
     used = {rank for *_, stage in plan.stages() for rank in stage.ranks}
     # As many numbers as there are, or one of them is missing; the largest may be anything.
@@ -408,31 +417,29 @@ def _check_experts(plan: Plan, where: str, module: ModulePlan) -> None:
         )
 
 
-def _check_replica(where: str, module: ModulePlan, replica: Replica) -> None:
-    bounds = [0, *(stage.layers[1] for stage in replica.stages)]
+def _wrong_stages(module: ModulePlan, replica: Replica) -> str | None:
+    """What is wrong with a replica's stages, if anything is."""
+    begin = 0
     for s, stage in enumerate(replica.stages):
-        _require(
-            stage.layers[0] == bounds[s] < stage.layers[1],
-            f"{where}.stages[{s}].layers: is {list(stage.layers)}; a run that begins at {bounds[s]} is needed",
-        )
-        _require(
-            len(stage.ranks) == stage.tp_size * stage.cp_size == len(set(stage.ranks)) > 0 <= min(stage.ranks),
-            f"{where}.stages[{s}].ranks: {list(stage.ranks)} is not {stage.tp_size} x {stage.cp_size} "
-            "(tp_size x cp_size) different ranks",
-        )
-        _require(
-            stage.cp_size == 1 or list(stage.ranks) == sorted(stage.ranks),
-            f"{where}.stages[{s}].ranks: {list(stage.ranks)} must ascend where cp_size is larger than 1",
-        )
-    _require(
-        bounds[-1] == module.num_layers,
-        f"{where}: its stages end at layer {bounds[-1]}, but the module has {module.num_layers} layers",
-    )
+        if not stage.layers[0] == begin < stage.layers[1]:
+            return f".stages[{s}].layers: is {list(stage.layers)}; a run that begins at {begin} is needed"
+        begin = stage.layers[1]
+        size = stage.tp_size * stage.cp_size
+        if not len(stage.ranks) == size == len(set(stage.ranks)) > 0 <= min(stage.ranks):
+            return (
+                f".stages[{s}].ranks: {list(stage.ranks)} is not {stage.tp_size} x {stage.cp_size} "
+                "(tp_size x cp_size) different ranks"
+            )
+        if stage.cp_size > 1 and list(stage.ranks) != sorted(stage.ranks):
+            return f".stages[{s}].ranks: {list(stage.ranks)} must ascend where cp_size is larger than 1"
+    if begin != module.num_layers:
+        return f": its stages end at layer {begin}, but the module has {module.num_layers} layers"
+    if module.kind in ("language_model", "encoder"):
+        return None
     for (a, left), (b, right) in pairwise(enumerate(replica.stages)):
-        _require(
-            left.cp_size == right.cp_size or module.kind in ("language_model", "encoder"),
-            f"{where}: stages {a} and {b} differ in cp_size; those of a {module.kind} share no tokens",
-        )
+        if left.cp_size != right.cp_size:
+            return f": stages {a} and {b} differ in cp_size; those of a {module.kind} share no tokens"
+    return None
 
 
 def _check_edges(plan: Plan) -> None:

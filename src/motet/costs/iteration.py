@@ -54,6 +54,10 @@ def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
     return (num_ranks // num_shares, num_shares) if module.fully_sharded else (num_ranks, 1)
 
 
+_Run = tuple[str, LayerRange, int, int, bool]
+"""A stage's module, layers, tp_size, cp_size, and whether it gathers parameters block by block."""
+
+
 class _Place(Protocol):
     """A cell or a stage."""
 
@@ -91,7 +95,7 @@ class IterationCosts:
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._saved_of_layer: dict[tuple[object, ...], tuple[Ints | int, Ints | int]] = {}
         """By the layer's identity, as layers of equal shape are one object."""
-        self._static: dict[tuple[str, LayerRange, int, int, bool], tuple[StaticBytes, int]] = {}
+        self._static: dict[tuple[_Run, ...], dict[str, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -469,14 +473,19 @@ class IterationCosts:
         """`static_bytes` by kind: `weights`, `gradients`, `moments` (and masters), `gathered` (other ranks'
         parameters and gradients while a fully sharded stage computes), `recomputed` (the largest graph that a backward
         of recomputed features makes)."""
-        static, gathered = StaticBytes(), 0
-        for name, _, s, stage in self.plan.stages_of_rank(rank):
-            run = (name, stage.layers, stage.tp_size, stage.cp_size, self.cells.gathers_by_block(name, s))
-            if run not in self._static:
-                self._static[run] = self._static_of_run(*run)
-            own, of_others = self._static[run]
-            static, gathered = static.plus(own), gathered + of_others
-        return {**static._asdict(), "gathered": gathered, "recomputed": self._recomputed_bytes.get(rank, 0)}
+        runs = tuple(
+            [
+                (name, stage.layers, stage.tp_size, stage.cp_size, self.cells.gathers_by_block(name, s))
+                for name, _, s, stage in self.plan.stages_of_rank(rank)
+            ]
+        )
+        if runs not in self._static:
+            static, gathered = StaticBytes(), 0
+            for run in runs:
+                own, of_others = self._static_of_run(*run)
+                static, gathered = static.plus(own), gathered + of_others
+            self._static[runs] = {**static._asdict(), "gathered": gathered}
+        return {**self._static[runs], "recomputed": self._recomputed_bytes.get(rank, 0)}
 
     def saved_logits(self, dependencies: Dependencies) -> Ints:
         """The part of `saved_sizes` that is what a loss keeps of its logits."""

@@ -54,7 +54,7 @@ from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.planner.choice import Choice, best_of, points_of
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.ending import Progress, silent, until
-from motet.planner.evaluate import Evaluation, Simulations, evaluate
+from motet.planner.evaluate import Evaluation, Simulations, differ_only_in, evaluate
 from motet.planner.layouts.context_methods import context_variants
 from motet.planner.layouts.degrees import check_degrees, cp_sizes
 from motet.planner.layouts.layout import Layout, Placement, layout_plan
@@ -418,11 +418,13 @@ class _Search:
             return
         best = min(self.evaluations, key=rank)
         found: list[tuple[float, Evaluation]] = []
-        known = {_content(e.plan) for e in self.evaluations if e.plan.schedule == CRITICAL}
+        known = [e.plan for e in self.evaluations if e.plan.schedule == CRITICAL]
         for each in self.evaluations:
             layout = layout_of(each.problem, each.plan) if each.num_actions <= MAX_FOLLOWED_ACTIONS else None
-            if layout is not None and _content(each.plan) not in known:
-                known.add(_content(each.plan))
+            if layout is not None and not any(
+                differ_only_in(("schedule", "planner"), plan, each.plan) for plan in known
+            ):
+                known.append(each.plan)
                 found.append((LayoutCosts(each.problem).bound_s(layout), each))
         found.sort(key=lambda pair: pair[0])
         for bound_s, each in found[:NUM_FOLLOWED]:
@@ -640,11 +642,6 @@ def _saving_memory(problem: PlanningProblem) -> Iterator[PlanningProblem]:
         if dp_sizes:
             both = problem.with_options(memory=sharded if may_shard else problem.memory, recompute=blocks)
             yield both.with_options(num_microbatches=number, dp_sizes=dp_sizes)
-
-
-def _content(plan: Plan) -> int:
-    """What two plans share that differ in their schedule and planner only, as a hash."""
-    return hash(replace(plan, schedule="", planner="").to_json())
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:

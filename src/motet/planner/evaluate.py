@@ -1,7 +1,7 @@
 """Simulates a plan: iteration time, memory, lower bound, and changes that bring a plan within memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -188,7 +188,7 @@ class Simulations:
     alike."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Plan, Evaluation]] = []
+        self._known: list[Evaluation] = []
         self.num_actions = 0
         """Actions of all plans together."""
 
@@ -204,18 +204,20 @@ class Simulations:
 
     def add(self, evaluation: Evaluation) -> Evaluation:
         if self._found(evaluation.plan) is None:
-            self._known.append((_of_any_planner(evaluation.plan), evaluation))
+            self._known.append(evaluation)
             self.num_actions += evaluation.num_actions
         return evaluation
 
     def _found(self, plan: Plan) -> Evaluation | None:
-        wanted = _of_any_planner(plan)
-        found = next((each for known, each in self._known if known == wanted), None)
+        found = next((each for each in self._known if differ_only_in(("planner",), each.plan, plan)), None)
         return found if found is None or found.plan == plan else replace(found, plan=plan)
 
 
-def _of_any_planner(plan: Plan) -> Plan:
-    return replace(plan, planner="")
+def differ_only_in(names: Collection[str], plan: Plan, other: Plan) -> bool:
+    """Whether two plans are equal but for these fields."""
+    return all(
+        getattr(plan, field.name) == getattr(other, field.name) for field in fields(Plan) if field.name not in names
+    )
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

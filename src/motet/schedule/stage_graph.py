@@ -132,12 +132,19 @@ def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]
         for together in replicas_together(module):
             for r in together[1:]:
                 parent[root((name, r))] = root((name, together[0]))
+    on_ranks: dict[tuple[int, ...], ReplicaKey] = {}
     on_rank: dict[int, ReplicaKey] = {}
     for name, r, _, stage in plan.stages():
+        key, of_group = (name, r), on_ranks.get(stage.ranks)
+        if of_group is not None:
+            if of_group != key:
+                parent[root(key)] = root(of_group)
+            continue
+        on_ranks[stage.ranks] = key
         for rank in stage.ranks:
-            other = on_rank.setdefault(rank, (name, r))
-            if other != (name, r):
-                parent[root((name, r))] = root(other)
+            other = on_rank.setdefault(rank, key)
+            if other != key:
+                parent[root(key)] = root(other)
     for edge in plan.edges:
         producer = {
             i: (edge.source, r)

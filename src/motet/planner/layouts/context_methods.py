@@ -1,6 +1,6 @@
 """Variants of a plan with other methods of context parallelism."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
 from motet.attention.masks.distribution import check_ulysses
@@ -34,7 +34,7 @@ def _changed(
     stages = [stage for replica in module.replicas for stage in replica.stages if stage.cp_size > 1]
     workload = problem.all_modules[module.data_module(name)].workload
     for context in contexts_of(problem, module, workload, stages[0]) if stages else ():
-        if _is_possible(context, stages, workload):
+        if _is_possible(context, {(stage.tp_size, stage.cp_size) for stage in stages}, workload):
             return replace(module, context=context)
     return module
 
@@ -68,17 +68,17 @@ def _in_ring(
         yield replace(module.context, method="ring", policy="zigzag")
 
 
-def _is_possible(context: ContextOptions, stages: Sequence[Stage], workload: ModuleWorkload) -> bool:
-    """Whether heads divide by the traders of each stage, and something goes around a ring."""
-    for stage in stages:
+def _is_possible(context: ContextOptions, sizes: Set[tuple[int, int]], workload: ModuleWorkload) -> bool:
+    """Whether heads divide by the traders of stages with these (tp_size, cp_size), and something goes around a ring."""
+    for tp_size, cp_size in sizes:
         try:
-            number = context.num_traders(stage.cp_size)
+            number = context.num_traders(cp_size)
             for layer in workload.layers:
                 if layer.attention is not None:
                     heads = layer.attention.num_heads, layer.attention.num_key_value_heads
-                    check_ulysses(heads[0] // stage.tp_size, heads[1] // stage.tp_size, number)
+                    check_ulysses(heads[0] // tp_size, heads[1] // tp_size, number)
         except UserError:
             return False
-        if context.method == "hybrid" and number == stage.cp_size:
+        if context.method == "hybrid" and number == cp_size:
             return False
     return True

@@ -313,10 +313,9 @@ class FillingClock:
         touched = set(units[self.bubbles.cell_stage[action % self.bubbles.num_cells]])
         for unit in touched:
             self.busy[unit] = False
-        for value in self.tables.writes[action]:
-            for reader in self.tables.readers.get(value, ()):
-                self.missing[reader] -= 1
-                if not self.missing[reader]:
-                    self._push(reader)
-                    touched.update(units[self.bubbles.cell_stage[reader % self.bubbles.num_cells]])
+        for reader in self.tables.readers[action]:
+            self.missing[reader] -= 1
+            if not self.missing[reader]:
+                self._push(reader)
+                touched.update(units[self.bubbles.cell_stage[reader % self.bubbles.num_cells]])
         return touched

@@ -222,12 +222,11 @@ class _Clock:
         """Hands on what the action wrote; returns the groups that may have something to start."""
         touched = [self.order.group_of[action]]
         self.busy[touched[0]] = False
-        for value in self.order.tables.writes[action]:
-            for reader in self.order.tables.readers.get(value, ()):
-                self.missing[reader] -= 1
-                if not self.missing[reader]:
-                    group = self.order.group_of[reader]
-                    if self.order.is_deferred[reader]:
-                        self.deferred[group].append(reader)
-                    touched.append(group)
+        for reader in self.order.tables.readers[action]:
+            self.missing[reader] -= 1
+            if not self.missing[reader]:
+                group = self.order.group_of[reader]
+                if self.order.is_deferred[reader]:
+                    self.deferred[group].append(reader)
+                touched.append(group)
         return touched

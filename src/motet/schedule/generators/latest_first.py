@@ -28,27 +28,28 @@ class LatestFirst:
         self._fill = [action for action in actions if clock.fills(action)]
         shifted = [action for action in actions if not clock.fills(action)]
         writer = {value: action for action in actions for value in tables.writes[action]}
-        self._before = {action: [writer[value] for value in tables.reads[action]] for action in shifted}
+        self._before: list[list[int]] = [[] for _ in tables.seconds]
+        self._num_after = [0] * len(tables.seconds)
+        for action in shifted:
+            self._before[action] = [writer[value] for value in tables.reads[action]]
+            for earlier in self._before[action]:
+                self._num_after[earlier] += 1
+        self._last = [action for action in shifted if not self._num_after[action]]
         number = {units: i for i, units in enumerate(dict.fromkeys(clock.units))}
         self._units = list(number)
         """Units that compute stages together."""
-        self._together = [number[units] for units in clock.units]
-        """By stage, which of them."""
+        self._together = [number[clock.units[stage]] for stage in clock.stage_of_action]
+        """By action, which of them."""
         self._of_unit = [[i for i, units in enumerate(number) if u in units] for u in range(len(clock.stages_of_unit))]
-        self._num_after = dict.fromkeys(shifted, 0)
-        for earlier in self._before.values():
-            for action in earlier:
-                self._num_after[action] += 1
 
     def by_latest_start(self, ends_s: list[float]) -> Ints:
         """All actions by their start when they are as late as possible, the first first. `ends_s`: end of each action
         in the schedule that is to be improved."""
-        clock, num_cells, together = self._clock, self._clock.num_cells, self._together
-        before, num_after, seconds = self._before, dict(self._num_after), clock.tables.seconds
-        ready: list[list[tuple[float, int]]] = [[] for _ in self._units]
-        for action, number in num_after.items():
-            if not number:
-                heapq.heappush(ready[together[clock.cell_stage[action % num_cells]]], (-ends_s[action], action))
+        clock, together, units_of = self._clock, self._together, self._units
+        before, num_after, seconds = self._before, list(self._num_after), clock.tables.seconds
+        ready: list[list[tuple[float, int]]] = [[] for _ in units_of]
+        for action in self._last:
+            heapq.heappush(ready[together[action]], (-ends_s[action], action))
         busy = [False] * len(clock.stages_of_unit)
         running: list[tuple[float, int]] = []
         begun_s = np.zeros(len(seconds))
@@ -57,11 +58,11 @@ class LatestFirst:
             for unit in sorted(idle):
                 if busy[unit]:
                     continue
-                free = [i for i in self._of_unit[unit] if ready[i] and not any(busy[u] for u in self._units[i])]
+                free = [i for i in self._of_unit[unit] if ready[i] and not any(busy[u] for u in units_of[i])]
                 if free:
                     first = free[0] if len(free) == 1 else min(free, key=lambda i: ready[i][0])
                     _, action = heapq.heappop(ready[first])
-                    for other in self._units[first]:
+                    for other in units_of[first]:
                         busy[other] = True
                     heapq.heappush(running, (now + seconds[action], action))
             if not running:
@@ -70,16 +71,16 @@ class LatestFirst:
             while running and running[0][0] == now:
                 _, action = heapq.heappop(running)
                 begun_s[action] = -now
-                units = self._units[together[clock.cell_stage[action % num_cells]]]
+                units = units_of[together[action]]
                 idle.update(units)
                 for unit in units:
                     busy[unit] = False
                 for earlier in before[action]:
                     num_after[earlier] -= 1
                     if not num_after[earlier]:
-                        i = together[clock.cell_stage[earlier % num_cells]]
+                        i = together[earlier]
                         heapq.heappush(ready[i], (-ends_s[earlier], earlier))
-                        idle.update(self._units[i])
+                        idle.update(units_of[i])
         begun_s[self._fill] = np.array(ends_s)[self._fill]  # After all others.
         # Equal starts in the order of the program.
         return clock.actions[np.argsort(begun_s[clock.actions], kind="stable")]

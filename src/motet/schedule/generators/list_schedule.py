@@ -23,7 +23,7 @@ are sorted by what `_set_urgencies` states. *Units* are ranks that hold the same
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -52,11 +52,12 @@ class ActionTables:
         self.reads = _with_kept(dependencies.carried_reads.to_lists(), dependencies.kept_read)
         """Numbers of the values, by action."""
         self.writes = _with_kept(dependencies.carried_writes.to_lists(), dependencies.kept_write)
-        self.readers: dict[int, list[int]] = {}
-        """Actions of the schedule that read each value."""
+        readers: dict[int, list[int]] = {}
         for action in self.present:
             for value in self.reads[action]:
-                self.readers.setdefault(value, []).append(action)
+                readers.setdefault(value, []).append(action)
+        self.readers = [[reader for value in values for reader in readers.get(value, ())] for values in self.writes]
+        """By action, the actions of the schedule that read what it writes, once for each value."""
 
 
 def _with_kept(carried: list[list[int]], kept: Ints) -> list[list[int]]:
@@ -138,18 +139,19 @@ class ListClock:
         self.num_cells = routes.num_cells
         self.stages = [StageKey(*stage[:3]) for stage in routes.stages]
         self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
-        self.is_alone = [len(units) == 1 for units in self.units]
-        """By stage: whether it occupies one unit."""
         self.cell_stage: list[int] = routes.cell_stage.tolist()
+        self.stage_of_action = self.cell_stage * len(KINDS)
         self.has_backward: list[bool] = routes.cell_has_backward.tolist()
         self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
         self.actions = self._in_order(routes, splits)
         """Actions in topological order."""
         self.tables = ActionTables(Dependencies(routes), self.actions, duration_s)
-        self.routes_out = routes.routes_out.lengths.tolist()
-        source = routes.route_source.tolist()
-        self.sources = [[source[route] for route in entering] for entering in routes.routes_in.to_lists()]
-        """For each cell, those whose output it reads."""
+        self.queue_of_action = self._queues()
+        self.num_missing = [len(values) for values in self.tables.reads]
+        """Values that each action reads."""
+        self.num_readers: list[int] = routes.routes_out.lengths.tolist()
+        """Of each cell's output."""
+        self.finished_by = self._finished_by(routes)
         number = pipeline_numbers(routes)
         self.pipeline = [number[stage.module, stage.replica] for stage in routes.stages]
         self.num_pipelines = 1 + max(number.values())
@@ -159,6 +161,25 @@ class ListClock:
         self.due = np.array(due_by_cell(routes), dtype=np.int64)
         self.remaining_s = self._remaining_s()
         self._set_memory(routes, ranks, memory)
+
+    def _queues(self) -> list[int]:
+        """By action, the number of the queue that it waits in: each stage has one for forwards, one for backwards, and
+        one for actions that fill bubbles."""
+        queues = [NOTHING] * len(self.tables.seconds)
+        for action in self.tables.present:
+            place = 0 if action < self.num_cells else 2 if self.fills(action) else 1
+            queues[action] = place * len(self.stages) + self.stage_of_action[action]
+        return queues
+
+    def _finished_by(self, routes: Routes) -> list[list[int]]:
+        """By forward, the cells without a backward whose output it reads, which its end may finish; its own cell too if
+        that has no backward and nobody reads its output."""
+        source = routes.route_source.tolist()
+        finished = []
+        for cell, entering in enumerate(routes.routes_in.to_lists()):
+            own = [] if self.has_backward[cell] or self.num_readers[cell] else [cell]
+            finished.append([*own, *(source[route] for route in entering if not self.has_backward[source[route]])])
+        return finished
 
     def _in_order(self, routes: Routes, splits: bool) -> Ints:
         cells = np.flatnonzero(routes.cell_has_backward)[::-1]
@@ -188,7 +209,7 @@ class ListClock:
         end of the iteration."""
         is_forward = self.actions < self.num_cells
         cells = self.actions % self.num_cells
-        waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
+        waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.num_readers) > 0)
         turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
         keys = (-np.array(self.remaining_s)[self.actions], self.due[cells], turn)
         self._number_urgencies(self.actions[np.lexsort(keys)])
@@ -197,8 +218,8 @@ class ListClock:
         """The longest time from each action's start to the end of the iteration."""
         tables, remaining_s = self.tables, [0.0] * len(self.tables.seconds)
         for action in reversed(self.actions.tolist()):
-            after = [remaining_s[reader] for value in tables.writes[action] for reader in tables.readers.get(value, ())]
-            remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
+            after = max([remaining_s[reader] for reader in tables.readers[action]], default=0.0)
+            remaining_s[action] = after + tables.seconds[action]
         return remaining_s
 
     def _number_urgencies(self, most_urgent_first: Ints) -> None:
@@ -209,24 +230,25 @@ class ListClock:
             self.urgency[action] = urgency
 
     def _set_memory(self, routes: Routes, ranks: Ranks, memory: MemoryLimit | None) -> None:
-        self.sizes: list[int] | None = None
-        """Bytes that cells keep until their backward; None without a limit."""
-        if memory is None:
-            return
-        self.sizes = [
-            memory.saved_bytes(cell) if kept else 0 for cell, kept in zip(routes.cells, self.has_backward, strict=True)
-        ]
-        half = memory.half_saved_bytes or memory.saved_bytes
-        self.half_sizes = [half(cell) if own else 0 for cell, own in zip(routes.cells, self.is_split, strict=True)]
+        self.sizes, self.half_sizes = [0] * routes.num_cells, [0] * routes.num_cells
+        """Bytes that cells keep until their backward, and between its halves."""
+        self.limit_bytes = [inf] * len(self.stages_of_unit)
+        if memory is not None:
+            half = memory.half_saved_bytes or memory.saved_bytes
+            for number, cell in enumerate(routes.cells):
+                self.sizes[number] = memory.saved_bytes(cell) if self.has_backward[number] else 0
+                self.half_sizes[number] = half(cell) if self.is_split[number] else 0
+            for rank, unit in enumerate(ranks.unit_of_rank):
+                self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
         grown = [half_size - size for half_size, size in zip(self.half_sizes, self.sizes, strict=True)]
         grown_most = [max(0, *grown[stage.first : stage.last]) for stage in routes.stages]
-        self.room = [max((grown_most[s] for s in own), default=0) for own in ranks.stages_of_unit]
-        """Bytes of each unit that an input half may leave more than it finds."""
+        # An input half may leave more than it finds.
+        self.limit_of_forwards = [
+            limit - max((grown_most[s] for s in own), default=0)
+            for limit, own in zip(self.limit_bytes, self.stages_of_unit, strict=True)
+        ]
         self.largest = [max(self.sizes[stage.first : stage.last], default=0) for stage in routes.stages]
         """Bytes of each stage's largest microbatch."""
-        self.limit_bytes = [inf] * len(self.stages_of_unit)
-        for rank, unit in enumerate(ranks.unit_of_rank):
-            self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
 
     def run(
         self,
@@ -248,7 +270,7 @@ class ListClock:
         self.all_forwards_first = all_forwards_first
         for action in self.actions.tolist():
             if not self.missing[action]:
-                self._push(action)
+                heapq.heappush(self.queues[self.queue_of_action[action]], self.urgency[action])
         now, idle, touched = 0.0, set(range(len(self.busy))), set(self.pipeline)
         while True:
             for unit in sorted(idle):
@@ -263,8 +285,9 @@ class ListClock:
             idle, touched = set(), set()
             while self.running and self.running[0][0] == now:
                 action = heapq.heappop(self.running)[2]
+                pipeline = self.pipeline[self.stage_of_action[action]]
                 self._finish(action, idle)
-                pipeline = self.pipeline[self.cell_stage[action % self.num_cells]]
+                self.num_running[pipeline] -= 1
                 self.ended_s[pipeline] = self.ends_s[action] = now
                 touched.add(pipeline)
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
@@ -273,13 +296,14 @@ class ListClock:
     def _begin(self, in_flight: Mapping[StageKey, int]) -> None:
         num_stages, num_units = len(self.stages), len(self.stages_of_unit)
         self.limit = [in_flight.get(stage, inf) for stage in self.stages]
-        self.ready_forwards: list[list[int]] = [[] for _ in range(num_stages)]
-        """Heaps of urgencies."""
-        self.ready_backwards: list[list[int]] = [[] for _ in range(num_stages)]
-        self.ready_weights: list[list[int]] = [[] for _ in range(num_stages)]
-        """Actions for which nothing waits."""
-        self.missing = [len(values) for values in self.tables.reads]
-        self.consumers_left = list(self.routes_out)
+        self.queues: list[list[int]] = [[] for _ in range(3 * num_stages)]
+        """Heaps of urgencies (`queue_of_action`)."""
+        self.stages_on = [
+            [self._queues_of(stage, unit) for stage in own] for unit, own in enumerate(self.stages_of_unit)
+        ]
+        """By unit."""
+        self.missing = list(self.num_missing)
+        self.readers_left = [max(1, number) for number in self.num_readers]
         self.begun = [0] * num_stages
         self.busy = [False] * num_units
         self.forwards_left = [sum(self.num_forwards[s] for s in own) for own in self.stages_of_unit]
@@ -297,17 +321,14 @@ class ListClock:
         """Microbatches of each stage that are saved for the backward."""
         self.to_save = list(self.num_saved)
         """Cells of each stage whose activations are not saved yet."""
+        self.waits = [number > 0 for number in self.num_saved]
+        """By stage: whether it holds no microbatch, and is to hold some."""
+        self.kept_free = [sum(self.largest[s] for s in own if self.waits[s]) for own in self.stages_of_unit]
+        """Room of each unit for one microbatch of each stage that waits, lest it wait for what waits for it."""
 
-    def _push(self, action: int) -> int:
-        """Returns the action's stage."""
-        stage = self.cell_stage[action % self.num_cells]
-        heapq.heappush(self._queues(action)[stage], self.urgency[action])
-        return stage
-
-    def _queues(self, action: int) -> list[list[int]]:
-        if action < self.num_cells:
-            return self.ready_forwards
-        return self.ready_weights if self.fills(action) else self.ready_backwards
+    def _queues_of(self, stage: int, unit: int) -> "_StageOnUnit":
+        forwards, backwards, weights = self.queues[stage :: len(self.stages)]
+        return _StageOnUnit(stage, forwards, backwards, weights, [u for u in self.units[stage] if u != unit])
 
     def fills(self, action: int) -> bool:
         """Whether an action runs where nothing else can, as nothing waits for it."""
@@ -320,33 +341,30 @@ class ListClock:
     def _dispatch(self, now: float, unit: int) -> None:
         """Starts the most urgent action that may start on an idle unit, if there is one."""
         best, queue = len(self.action_of), None
-        for stage in self.stages_of_unit[unit]:
-            forwards, backwards = self.ready_forwards[stage], self.ready_backwards[stage]
-            if not (forwards or backwards) or not (self.is_alone[stage] or self._is_free(stage)):
+        for stage, forwards, backwards, _, others in self.stages_on[unit]:
+            if not (forwards or backwards) or (others and self._is_any_busy(others)):
                 continue
             if backwards and backwards[0] < best and not (self.all_forwards_first and self._has_forwards_left(stage)):
                 best, queue = backwards[0], backwards
             if forwards and forwards[0] < best and self._is_within_limits(stage, self.action_of[forwards[0]]):
                 best, queue = forwards[0], forwards
         if queue is None or self._exceeds(unit, self.action_of[best]):
-            deferred = [
-                self.ready_weights[stage]
-                for stage in self.stages_of_unit[unit]
-                if self.ready_weights[stage] and self._is_free(stage)
-            ]
-            queue = min(deferred, default=queue, key=_first)
+            best = len(self.action_of)
+            for _, _, _, weights, others in self.stages_on[unit]:
+                if weights and weights[0] < best and not (others and self._is_any_busy(others)):
+                    best, queue = weights[0], weights
         if queue is not None:
             self._start(now, queue)
 
+    def _is_any_busy(self, units: Sequence[int]) -> bool:
+        return any(self.busy[unit] for unit in units)
+
     def _exceeds(self, unit: int, action: int) -> bool:
         """Whether an input half leaves more behind than there is room for."""
-        if self.sizes is None or not self.first_input <= action < self.first_weight:
+        if not self.first_input <= action < self.first_weight:
             return False
         cell = action - self.first_input
         return self.bytes_held[unit] + self.half_sizes[cell] - self.sizes[cell] > self.limit_bytes[unit]
-
-    def _is_free(self, stage: int) -> bool:
-        return not any(self.busy[unit] for unit in self.units[stage])
 
     def _has_forwards_left(self, stage: int) -> bool:
         return any(self.forwards_left[unit] for unit in self.units[stage])
@@ -354,27 +372,19 @@ class ListClock:
     def _is_within_limits(self, stage: int, cell: int) -> bool:
         if self.begun[stage] >= self.limit[stage]:
             return False
-        if self.sizes is None or not self.has_backward[cell]:
+        if not self.has_backward[cell]:
             return True
-        size = self.sizes[cell]
-        return all(
-            self.bytes_held[unit] + size + self.room[unit] + self._kept_free(unit, stage) <= self.limit_bytes[unit]
-            for unit in self.units[stage]
-        )
-
-    def _kept_free(self, unit: int, stage: int) -> int:
-        """Room on the unit's ranks for one microbatch of each other stage that has none, lest it wait for what waits
-        for it."""
-        return sum(
-            self.largest[other]
-            for other in self.stages_of_unit[unit]
-            if other != stage and not self.holding[other] and self.to_save[other]
-        )
+        # The stage need not wait for itself.
+        more = self.sizes[cell] - self.largest[stage] if self.waits[stage] else self.sizes[cell]
+        for unit in self.units[stage]:
+            if self.bytes_held[unit] + more + self.kept_free[unit] > self.limit_of_forwards[unit]:
+                return False
+        return True
 
     def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
         """Starts, in spite of the limits, the most urgent forward of each of these pipelines that has one."""
         most_urgent: dict[int, list[int]] = {}
-        for pipeline, forwards in zip(self.pipeline, self.ready_forwards, strict=True):
+        for pipeline, forwards in zip(self.pipeline, self.queues[: len(self.stages)], strict=True):
             if forwards and pipeline in stalled:
                 most_urgent[pipeline] = min(forwards, most_urgent.get(pipeline, forwards), key=_first)
         for forwards in most_urgent.values():
@@ -383,56 +393,65 @@ class ListClock:
     def _start(self, now: float, queue: list[int]) -> None:
         """Starts the first action of a queue."""
         action = self.action_of[heapq.heappop(queue)]
-        stage, is_forward = self.cell_stage[action % self.num_cells], action < self.num_cells
+        stage = self.stage_of_action[action]
         for unit in self.units[stage]:
             self.busy[unit] = True
             self.lists[unit].append(action)
-        if is_forward:
-            self._count(action, +1)
+        if action < self.num_cells:
+            self.begun[stage] += 1
+            if self.has_backward[action]:
+                self.to_save[stage] -= 1
+                self._hold(stage, 1, self.sizes[action])
         self.num_started += 1
         self.num_running[self.pipeline[stage]] += 1
         heapq.heappush(self.running, (now + self.tables.seconds[action], self.num_started, action))
 
-    def _count(self, cell: int, sign: int) -> None:
-        """Counts a cell as in flight (+1), or as finished (-1)."""
-        stage = self.cell_stage[cell]
-        self.begun[stage] += sign
-        if self.sizes is not None and self.has_backward[cell]:
-            self.holding[stage] += sign
-            self.to_save[stage] -= sign > 0
-            size = self.half_sizes[cell] if sign < 0 and self.is_split[cell] else self.sizes[cell]
-            for unit in self.units[stage]:
-                self.bytes_held[unit] += sign * size
+    def _hold(self, stage: int, number: int, size: int) -> None:
+        """Counts microbatches that are saved, or with negative numbers freed."""
+        self.holding[stage] += number
+        waits = not self.holding[stage] and self.to_save[stage] > 0
+        more_free = (waits - self.waits[stage]) * self.largest[stage]
+        self.waits[stage] = waits
+        for unit in self.units[stage]:
+            self.bytes_held[unit] += size
+            self.kept_free[unit] += more_free
 
     def _finish(self, action: int, idle: set[int]) -> None:
         """Frees the action's ranks and passes on what it wrote; adds the units that may have something to start."""
-        stage = self.cell_stage[action % self.num_cells]
-        self.num_running[self.pipeline[stage]] -= 1
-        for unit in self.units[stage]:
+        stage, missing = self.stage_of_action[action], self.missing
+        units = self.units[stage]
+        idle.update(units)
+        for unit in units:
             self.busy[unit] = False
-            self.forwards_left[unit] -= action < self.num_cells
-            idle.add(unit)
-        for value in self.tables.writes[action]:
-            for reader in self.tables.readers.get(value, ()):
-                self.missing[reader] -= 1
-                if not self.missing[reader]:
-                    idle.update(self.units[self._push(reader)])
-        if self.sizes is not None and self.first_input <= action < self.first_weight:
+        for reader in self.tables.readers[action]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(self.queues[self.queue_of_action[reader]], self.urgency[reader])
+                idle.update(self.units[self.stage_of_action[reader]])
+        if action < self.num_cells:
+            for unit in units:
+                self.forwards_left[unit] -= 1
+            for cell in self.finished_by[action]:
+                self.readers_left[cell] -= 1
+                if not self.readers_left[cell]:
+                    self.begun[self.cell_stage[cell]] -= 1
+                    idle.update(self.units[self.cell_stage[cell]])
+        elif self.first_input <= action < self.first_weight:
             cell = action - self.first_input
-            for unit in self.units[stage]:
+            for unit in units:
                 self.bytes_held[unit] += self.half_sizes[cell] - self.sizes[cell]
-        for cell in self._finished_cells(action):
-            self._count(cell, -1)
-            idle.update(self.units[self.cell_stage[cell]])
+        else:
+            cell = action % self.num_cells
+            self.begun[stage] -= 1
+            self._hold(stage, -1, -self.half_sizes[cell] if self.is_split[cell] else -self.sizes[cell])
 
-    def _finished_cells(self, action: int) -> Iterator[int]:
-        if action >= self.num_cells:
-            if not self.first_input <= action < self.first_weight:
-                yield action % self.num_cells
-            return
-        if not self.has_backward[action] and not self.routes_out[action]:
-            yield action
-        for source in self.sources[action]:
-            self.consumers_left[source] -= 1
-            if not self.consumers_left[source] and not self.has_backward[source]:
-                yield source
+
+class _StageOnUnit(NamedTuple):
+    """A stage and its queues, as its units see it."""
+
+    stage: int
+    forwards: list[int]
+    backwards: list[int]
+    weights: list[int]
+    others: list[int]
+    """The stage's other units."""
