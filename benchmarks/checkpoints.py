@@ -70,7 +70,7 @@ def measure(config: RunConfig, plan: Plan, batch: SyntheticBatch, folder: Path, 
     blocks = measure_in_turn(
         alternatives, num_blocks=num_blocks, steps_per_block=1, warm_up=1, between_steps=lambda: writer.finish()
     )
-    return {"blocks": blocks, "copies": copies[1:], "bytes": checkpoint_bytes(engine.model)}
+    return {"blocks": blocks, "copies": copies[1:], "bytes": checkpoint_bytes(engine.model, optimizer)}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

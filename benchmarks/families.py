@@ -92,6 +92,11 @@ OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
 """The same, and tables that a smaller image would not be found in."""
 
 
+def composite_values(model_type: str) -> dict[str, Any]:
+    """A copy of what `OF_COMPOSITES` has, as configurations add to the dictionaries that they are given."""
+    return copy.deepcopy(dict(OF_COMPOSITES.get(model_type, {})))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the JSON file; families that it has are not probed again")
@@ -168,7 +173,7 @@ def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dic
     model_type, trials = name.removeprefix(COMPOSITES), [feature for feature in features if feature != EXPORT]
     try:
         if name.startswith(COMPOSITES):
-            config = CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {}))
+            config = CONFIG_MAPPING[model_type](**composite_values(model_type))
             tiny = tiny_config(config, media=True)
             model_class = composite_class_of(tiny)
             found = probe_composite(tiny, {feature: COMPOSITE_TRIALS[feature] for feature in trials})

@@ -8,7 +8,7 @@ from checkout import ROOT
 from sampling import in_campaigns
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
-from benchmarks.families import OF_COMPOSITES
+from benchmarks.families import composite_values
 from motet.errors import UserError
 from motet.families.discovery.composite import find_parts
 from motet.families.tiny import WIDTH, tiny_config
@@ -24,12 +24,12 @@ EQUAL = [
 
 
 def tiny(model_type):
-    return tiny_config(CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {})), media=True)
+    return tiny_config(CONFIG_MAPPING[model_type](**composite_values(model_type)), media=True)
 
 
 def check(model_type):
-    found = {name: reason for name, reason in probe_composite(tiny(model_type)).reasons.items() if reason is not None}
-    assert found == {k: v for k, v in PUBLISHED[f"composites/{model_type}"]["reasons"].items() if v is not None}
+    found, published = probe_composite(tiny(model_type)).reasons, PUBLISHED[f"composites/{model_type}"]["reasons"]
+    assert found == {feature: published[feature] for feature in found}
 
 
 def test_a_model_that_no_other_test_has_is_equal():
