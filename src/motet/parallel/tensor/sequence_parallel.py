@@ -158,11 +158,19 @@ def _run_whole(unit: nn.Module, running: "Running", tp: TensorParallel) -> None:
         # Contiguous: routers view it as one row of tokens.
         return _replace_hidden(args, kwargs, lambda hidden: gather_sequence(hidden, length, tp).contiguous())
 
-    def scatter(part: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _replace_first(output, lambda whole: scatter_sequence(whole, tp))
+    def scatter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = args[0] if args else kwargs["hidden_states"]
+
+        def share(whole: Tensor) -> Tensor:
+            if whole.dim() == given.dim():
+                return scatter_sequence(whole, tp)
+            # Llama 4's experts return the tokens of all samples as one row; each sample is cut by itself.
+            return scatter_sequence(whole.view(*given.shape[:-1], whole.shape[-1]), tp).flatten(0, -2)
+
+        return _replace_first(output, share)
 
     unit.register_forward_pre_hook(gather, with_kwargs=True)
-    unit.register_forward_hook(scatter)
+    unit.register_forward_hook(scatter, with_kwargs=True)
 
 
 @dataclass
