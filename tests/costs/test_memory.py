@@ -3,6 +3,7 @@
 import copy
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from interpreted_liger import interpret_liger
 from recomputing import recomputing
 from sampling import in_campaigns
 from tiny_configs import EVERY_MODEL
+from torch.utils.checkpoint import checkpoint
 
 from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import microbatch_load
@@ -47,10 +49,20 @@ def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=
             sizes[-1] += storage.nbytes()
         return tensor
 
+    def keep_given(*args, hidden_states=None, **kwargs):
+        """torch's checkpoint shows hooks what it is given by place only."""
+        if hidden_states is None:
+            return checkpoint(*args, **kwargs)
+        keep(hidden_states)
+        return checkpoint(*args, hidden_states=hidden_states, **kwargs)
+
     make_splittable(stage)
     outputs = []
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks if dtype == "float32" else save_less(torch.bfloat16, keep):
+    with (
+        patch("motet.parallel.activations.checkpoint", keep_given),
+        hooks if dtype == "float32" else save_less(torch.bfloat16, keep),
+    ):
         for _ in range(num_microbatches):
             sizes.append(0)
             own = None if hidden is None else hidden.to(getattr(torch, dtype), copy=True).requires_grad_()
