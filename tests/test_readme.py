@@ -1,6 +1,8 @@
 """What the README shows is true: its run file, what commands print, its program."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,16 @@ def test_commands_print_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
         printed = [without_numbers(line).strip() for line in capsys.readouterr().out.splitlines()]
         lines = [without_numbers(line).strip() for line in output.splitlines()]
         assert [line for line in lines if line != "..." and line not in printed] == []
+
+
+def test_the_programs_imports_need_nothing_before_them(tmp_path: Path) -> None:
+    """In a new process, as motet makes a torchvision for CUDA importable beside a torch for CPUs."""
+    imports = "".join(re.findall(r"^(?:import|from) .*\n", code_block("python"), flags=re.MULTILINE))
+    assert "transformers" in imports
+    finished = subprocess.run(
+        [sys.executable, "-c", imports], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
 
 
 def test_the_program_runs_and_learns(capfd: pytest.CaptureFixture[str]) -> None:
