@@ -13,9 +13,10 @@ from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.config import RunConfig
 from motet.families.configured_graph import read_graph
-from motet.models.from_run_file import plain_nodes
+from motet.models.from_run_file import build_node, plain_nodes
 from motet.models.materialize import float64_throughout
-from motet.runtime.assembly import build_engine
+from motet.plan import LANGUAGE_MODEL
+from motet.runtime.assembly import PARAMETER_DTYPES, build_engine
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import Comparison, verify_batch
 
@@ -66,9 +67,13 @@ def verify(
 
 
 def prepare(scenario: Scenario) -> None:
-    """Reads shapes and numbers of layers before processes are forked, which would read them all again."""
-    scenario.plan(scenario.config())
-    read_graph(scenario.config())
+    """Reads shapes and what blocks read before processes are forked, which would read them all again."""
+    config = scenario.config()
+    plan = scenario.plan(config)
+    read_graph(config)
+    first = plan.modules[LANGUAGE_MODEL].replicas[0].stages[0].layers
+    with float64_throughout() if scenario.dtype == "float64" else nullcontext():
+        build_node(config, LANGUAGE_MODEL, first, PARAMETER_DTYPES[config.train.dtype]).make_stage(first)
 
 
 def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambda engine, config, batch: None) -> None:

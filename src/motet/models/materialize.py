@@ -292,7 +292,7 @@ def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
 def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
     for module in modules:
         module._is_hf_initialized = False  # type: ignore[assignment]
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every kind of device.
     model.initialize_weights()
 
 

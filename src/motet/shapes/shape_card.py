@@ -44,7 +44,7 @@ class ShapeRequest:
             "format": ShapeCard.format,
             "versions": [_version(name) for name in ("transformers", "torch")],
         }
-        text = json.dumps([asked, digest_of_files(tuple(walker_files()))], sort_keys=True, default=str)
+        text = json.dumps([asked, digest_of_files(walker_files())], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -110,8 +110,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def walker_files() -> list[Path]:
+@cache
+def walker_files() -> tuple[Path, ...]:
     """Source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
     cuts = rooms / "parallel" / "tensor" / "tensor_cuts.py"
-    return sorted([*(rooms / "families").rglob("*.py"), *(rooms / "shapes").glob("*.py"), cuts])
+    return tuple(sorted([*(rooms / "families").rglob("*.py"), *(rooms / "shapes").glob("*.py"), cuts]))

@@ -6,7 +6,7 @@ on the tokens: embeddings of each layer (Gemma 3n), the embedded tokens (Zamba),
 earlier block returned, or was put by one into a dictionary that blocks share.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from motet.errors import UserError, one_line
-from motet.families.discovery.language_model_parts import causal_paths
+from motet.families.discovery.language_model_parts import causal_paths, structure_of
 from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
 
 Path = tuple[Any, ...]
@@ -104,8 +104,19 @@ class BlockValues:
         return self.hidden.unpack(hidden), unpacked
 
 
+_found: dict[Hashable, BlockValues] = {}
+"""By the model's structure. Every stage of a model asks, and the forwards take seconds where it is deep."""
+
+
 def block_values(model: Any) -> BlockValues:
     """Raises `UserError` if the blocks cannot be run or read what does not lie over the tokens."""
+    structure = structure_of(model)
+    if structure not in _found:
+        _found[structure] = _find(model)
+    return _found[structure]
+
+
+def _find(model: Any) -> BlockValues:
     first = _trace(model, 3, 5)
     other = _trace(model, 4, 7)
     name = type(model).__name__

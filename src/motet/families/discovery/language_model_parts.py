@@ -9,14 +9,14 @@ A text model inside of a model of several modalities is found by the same rules:
 tokens, and the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from motet.errors import UserError
 from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_model
@@ -39,6 +39,27 @@ class CausalPaths:
 
 
 _FOUND: WeakKeyDictionary[nn.Module, CausalPaths] = WeakKeyDictionary()
+_BY_STRUCTURE: dict[Hashable, CausalPaths] = {}
+"""By the function that finds them, and the model's structure."""
+
+
+def structure_of(model: Any) -> Hashable:
+    """All that a model's forward on the meta device depends on."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return (
+        type(model),
+        _described(model.config),
+        tuple((path, type(module)) for path, module in model.named_modules(remove_duplicate=False)),
+        tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors),
+    )
+
+
+def _described(value: Any) -> str:
+    """A configuration's own `repr` makes another configuration, to show what differs."""
+    inner = vars(value) if isinstance(value, PretrainedConfig) else value
+    if not isinstance(inner, dict):
+        return repr(value)
+    return f"{type(value)}({', '.join(f'{key}={_described(item)}' for key, item in inner.items())})"
 
 
 def causal_paths(model: Any) -> CausalPaths:
@@ -52,8 +73,11 @@ def causal_paths(model: Any) -> CausalPaths:
     of whole numbers, which are neither loaded nor exported."""
     if model not in _FOUND:
         _check_buffers(model)
-        find_exception = exceptional_families().get(model.config.model_type, _find)
-        _FOUND[model] = find_exception(model)
+        find = exceptional_families().get(model.config.model_type, _find)
+        key = find, structure_of(model)
+        if key not in _BY_STRUCTURE:
+            _BY_STRUCTURE[key] = find(model)
+        _FOUND[model] = _BY_STRUCTURE[key]
     return _FOUND[model]
 
 

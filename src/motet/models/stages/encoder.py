@@ -17,6 +17,7 @@ function: a stage that holds a later one calls `preprocess_callback` too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -180,13 +181,17 @@ class EncoderStage(StageBase):
     def holds(self, layer: int) -> bool:
         return self.layers[0] <= layer < self.layers[1]
 
+    @cached_property
+    def _parts_of_layers(self) -> dict[int, tuple[str, ...]]:
+        return {layer: encoder_layer_parts(self.module, layer) for layer in range(*self.layers)}
+
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         """The layer that the parameter belongs to."""
         where, _, path = local_name.partition(".")
         if where == "projector":
             return (self._head_layer + 1,)
-        for layer in range(*self.layers):
-            if any(not part or path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
+        for layer, parts in self._parts_of_layers.items():
+            if any(not part or path.startswith(f"{part}.") for part in parts):
                 return (layer,)
         raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
 
