@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, OPTConfig
 
 from motet.errors import UserError
 from motet.families import capabilities
@@ -53,6 +53,22 @@ def test_a_model_that_computes_something_else_under_a_feature_is_refused_that_fe
         UserError, match=r"model: samples of a microbatch in one row is not supported for llama: .*unset"
     ):
         found.require({"pipeline": "x", "packing": "unset it"}, "model")
+
+
+def test_blocks_that_view_samples_as_one_row_of_tokens_are_refused_sequence_parallelism():
+    """OPT's do: rows of several samples are no share of one sequence."""
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        dropout=0.0,
+    )
+    reasons = probe(config, {name: TRIALS[name] for name in ("tensor_parallel", "sequence_parallel")}).reasons
+    assert reasons["tensor_parallel"] is None
+    assert "is no shard of a sequence" in reasons["sequence_parallel"]
 
 
 def test_a_feature_that_ends_a_process_ends_no_other(monkeypatch):
