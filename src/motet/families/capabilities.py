@@ -92,7 +92,8 @@ def packed_by_sample(workload: ModuleWorkload, packed_attention: str) -> ModuleW
 class Capabilities:
     """The result of probing one family."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
+    """1: sequence parallelism was probed with one sample in each microbatch."""
     model_type: str
     model_class: str
     reasons: dict[str, str | None]
