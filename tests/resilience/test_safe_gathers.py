@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from gather_beside_death import GATHERED_BYTES
+from interrupted_training import at, config_of, die, train_and, undisturbed
 
 from motet.resilience.safe_gathers import make_gathers_safe
 
@@ -38,6 +41,25 @@ def test_memory_that_a_failed_gather_frees(tmp_path: Path, is_safe: bool) -> Non
         assert ended.stdout == "[0, 0, 0]\n", ended.stderr
 
 
+@contextmanager
+def without_torchs_own() -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise AssertionError("torch's gather over gloo")
+
+    with ExitStack() as stack:
+        for name in ("allgather", "all_gather_single", "gather"):
+            stack.enter_context(patch.object(dist.ProcessGroup, name, fail))
+        yield
+
+
+def test_trainings_that_survive_losses_use_no_other(tmp_path: Path) -> None:
+    """In recoveries, steps and checkpoints."""
+    config = config_of(tmp_path, train__checkpoint_every=2)
+    with without_torchs_own():
+        result = train_and(config, at(2, 3, die))
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+
+
 VALUES = [
     torch.tensor([-0.0, float("nan"), 1e-310, float("inf")], dtype=torch.float64),
     torch.tensor([[1.5], [-2.5]], dtype=torch.bfloat16),
@@ -58,21 +80,13 @@ def test_what_is_gathered(values: torch.Tensor) -> None:
     """The bits of all ranks, without any of torch's gathers over gloo."""
 
     def work(rank: int) -> list[list[bytes]]:
-        def fail(*_: object) -> None:
-            raise AssertionError("a gather of gloo's own")
-
         mine = values.roll(rank) if values.dim() else values
         apart = [torch.ones_like(mine.contiguous()) for _ in range(3)]
         together = mine.new_ones(3, *mine.shape)
         later = mine.new_ones(3, *mine.shape)
         at_one = [torch.ones_like(mine.contiguous()) for _ in range(3)] if rank == 1 else None
         objects: list[object] = [None] * 3
-        with (
-            patch.object(dist.ProcessGroup, "allgather", fail),
-            patch.object(dist.ProcessGroup, "all_gather_single", fail),
-            patch.object(dist.ProcessGroup, "gather", fail),
-            make_gathers_safe(),
-        ):
+        with without_torchs_own(), make_gathers_safe():
             dist.all_gather(apart, mine)
             dist.all_gather_into_tensor(together, mine.contiguous())
             work = dist.all_gather_into_tensor(later, mine.contiguous(), async_op=True)
