@@ -43,6 +43,7 @@ from motet.resilience.meeting_place import open_meeting_place
 from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
 from motet.resilience.memory_copies import KEPT_STEPS, Copies, exchange_copies, newest_whole
 from motet.resilience.process_control import AgentLink
+from motet.resilience.safe_gathers import make_gathers_safe
 from motet.resilience.state_transfer import (
     Item,
     ItemDescription,
@@ -129,7 +130,8 @@ class TrainingProcess:
     def run(self) -> None:
         """Runs until the training is over. Rank 0 sends the JSON of `motet train` to its agent."""
         try:
-            with self._link.waits.make_interruptible(dist.Work, partial(on_this_stream, self._device)):
+            waits = self._link.waits.make_interruptible(dist.Work, partial(on_this_stream, self._device))
+            with waits, make_gathers_safe():
                 self._run()
         finally:
             self._producers.close()
