@@ -8,6 +8,7 @@ import torch
 from composite_run import composite_run
 from mistakes import expect_mistake
 from PIL import Image
+from sampling import in_campaigns
 from tiny_composites import COMPOSITES
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
@@ -74,7 +75,7 @@ def train_and_ask(name, folder, steps):
     return result["losses"], sum(a == b for a, b in zip(given, learned, strict=True))
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_audio"])
+@pytest.mark.parametrize("name", ["qwen3_vl", *in_campaigns(["qwen2_audio"])])
 def test_a_trained_model_answers_from_its_export(name, tmp_path):
     losses, right = train_and_ask(name, tmp_path, 100)
 
