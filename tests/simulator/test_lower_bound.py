@@ -59,7 +59,7 @@ def is_tiny(actions: list[Compute], dependencies: Dependencies) -> bool:
     return sum(per_rank) >= 4 and max(per_rank) <= 6 and prod(2 ** max(0, n - 2) for n in per_rank) <= 600
 
 
-@pytest.mark.parametrize("seeds", [range(60), *in_campaigns([range(60, 600)])], ids=str)
+@pytest.mark.parametrize("seeds", [range(21, 81), *in_campaigns([range(21), range(81, 600)])], ids=str)
 def test_nothing_is_faster_than_it_on_tiny_drawn_problems(seeds: range) -> None:
     limits = Limits(
         max_modules=3, max_layers=2, max_replicas=2, max_ranks=3, max_group=2, max_microbatches=2, max_samples=3
