@@ -36,6 +36,9 @@ def test_a_structure_is_configuration_modules_and_tensors() -> None:
     assert structure(rms_norm_eps=1e-3) != first
     assert structure(attn_implementation="eager") != first
     assert structure_of(small_llama(num_hidden_layers=2).half()) != first
+    sharing = small_llama(num_hidden_layers=2)
+    sharing.model.layers[1].mlp = sharing.model.layers[0].mlp
+    assert structure_of(sharing) != first
     cut = small_llama(num_hidden_layers=2)
     cut.model.norm = None
     assert structure_of(cut) != first

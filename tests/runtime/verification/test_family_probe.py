@@ -8,6 +8,7 @@ from transformers import LlamaConfig, OPTConfig
 from motet.errors import UserError
 from motet.families import capabilities
 from motet.families.capabilities import FEATURES, OF_EXPERTS, Capabilities, known_capabilities, read_capabilities
+from motet.families.tiny import tiny_config
 from motet.runtime.verification import family_probe
 from motet.runtime.verification.family_probe import TRIALS, capabilities_of, config_of, probe
 
@@ -57,16 +58,8 @@ def test_a_model_that_computes_something_else_under_a_feature_is_refused_that_fe
 
 def test_blocks_that_view_samples_as_one_row_of_tokens_are_refused_sequence_parallelism():
     """OPT's do: rows of several samples are no share of one sequence."""
-    config = OPTConfig(
-        vocab_size=64,
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        dropout=0.0,
-    )
-    reasons = probe(config, {name: TRIALS[name] for name in ("tensor_parallel", "sequence_parallel")}).reasons
+    trials = {name: TRIALS[name] for name in ("tensor_parallel", "sequence_parallel")}
+    reasons = probe(tiny_config(OPTConfig()), trials).reasons
     assert reasons["tensor_parallel"] is None
     assert "is no shard of a sequence" in reasons["sequence_parallel"]
 

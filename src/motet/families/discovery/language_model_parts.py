@@ -46,11 +46,15 @@ _BY_STRUCTURE: dict[Hashable, CausalPaths] = {}
 def structure_of(model: Any) -> Hashable:
     """All that a model's forward on the meta device depends on."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    modules = [*model.named_modules(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for path, part in (*modules, *tensors):
+        first.setdefault(id(part), path)  # Where it is shared.
     return (
         type(model),
         _described(model.config),
-        tuple((path, type(module)) for path, module in model.named_modules(remove_duplicate=False)),
-        tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors),
+        tuple((path, first[id(module)], type(module)) for path, module in modules),
+        tuple((path, first[id(tensor)], tensor.shape, tensor.dtype) for path, tensor in tensors),
     )
 
 
