@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.families.discovery import block_values as module
 from motet.families.discovery.block_values import block_values
-from motet.families.discovery.language_model_parts import structure_of
+from motet.families.discovery.structure import structure_of
 
 VALUES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32, "head_dim": 24}
 
@@ -39,7 +39,19 @@ def test_a_structure_is_configuration_modules_and_tensors() -> None:
     sharing = small_llama(num_hidden_layers=2)
     sharing.model.layers[1].mlp = sharing.model.layers[0].mlp
     assert structure_of(sharing) != first
+    reordered = small_llama(num_hidden_layers=2)
+    reordered.model.layers[0].self_attn.layer_idx = 1
+    assert structure_of(reordered) != first
     cut = small_llama(num_hidden_layers=2)
     cut.model.norm = None
     assert structure_of(cut) != first
     assert structure_of(tiny_language_model("gemma3")) == structure_of(tiny_language_model("gemma3"))
+
+
+def test_nothing_is_remembered_of_models_with_hooks_or_forwards_of_their_own() -> None:
+    hooked, patched = (small_llama(num_hidden_layers=2) for _ in range(2))
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    patched.model.layers[0].forward = patched.model.layers[1].forward
+    assert structure_of(hooked) is None
+    assert structure_of(patched) is None
+    assert block_values(hooked) == block_values(small_llama(num_hidden_layers=2))

@@ -6,7 +6,7 @@ on the tokens: embeddings of each layer (Gemma 3n), the embedded tokens (Zamba),
 earlier block returned, or was put by one into a dictionary that blocks share.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from motet.errors import UserError, one_line
-from motet.families.discovery.language_model_parts import causal_paths, structure_of
+from motet.families.discovery.language_model_parts import CausalPaths, causal_paths
 from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_for_shapes, run_model, tolerate
+from motet.families.discovery.structure import once_for_each_structure
 
 Path = tuple[Any, ...]
 """Path of a tensor in a block's arguments: the position or name of the argument, then keys and positions in it."""
@@ -104,21 +105,15 @@ class BlockValues:
         return self.hidden.unpack(hidden), unpacked
 
 
-_found: dict[Hashable, BlockValues] = {}
-"""By the model's structure. Every stage of a model asks, and the forwards take seconds where it is deep."""
-
-
 def block_values(model: Any) -> BlockValues:
     """Raises `UserError` if the blocks cannot be run or read what does not lie over the tokens."""
-    structure = structure_of(model)
-    if structure not in _found:
-        _found[structure] = _find(model)
-    return _found[structure]
+    return _find(model, causal_paths(model))
 
 
-def _find(model: Any) -> BlockValues:
-    first = _trace(model, 3, 5)
-    other = _trace(model, 4, 7)
+@once_for_each_structure
+def _find(model: Any, paths: CausalPaths) -> BlockValues:
+    first = _trace(model, paths, 3, 5)
+    other = _trace(model, paths, 4, 7)
     name = type(model).__name__
     if len(first.values) != len(other.values):
         raise UserError(f"{name}: what its blocks read depends on the number of tokens; use one stage")
@@ -269,8 +264,7 @@ def _tensors(tree: Any, path: Path = (), is_shared: bool = False) -> Iterator[tu
             yield from _tensors(value, (*path, place), is_shared)
 
 
-def _trace(model: Any, rows: int, columns: int) -> _Trace:
-    paths = causal_paths(model)
+def _trace(model: Any, paths: CausalPaths, rows: int, columns: int) -> _Trace:
     base, trace = copy_on_meta(model.get_submodule(paths.base)), _Trace()
     inside = paths.blocks.removeprefix(f"{paths.base}.")
     blocks = list(base.get_submodule(inside).children())

@@ -9,17 +9,18 @@ A text model inside of a model of several modalities is found by the same rules:
 tokens, and the head.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from motet.errors import UserError
 from motet.families.discovery.meta_run import copy_on_meta, prepare_run, run_model
+from motet.families.discovery.structure import once_for_each_structure
 from motet.families.language_models import exceptional_families
 
 
@@ -39,31 +40,6 @@ class CausalPaths:
 
 
 _FOUND: WeakKeyDictionary[nn.Module, CausalPaths] = WeakKeyDictionary()
-_BY_STRUCTURE: dict[Hashable, CausalPaths] = {}
-"""By the function that finds them, and the model's structure."""
-
-
-def structure_of(model: Any) -> Hashable:
-    """All that a model's forward on the meta device depends on."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    modules = [*model.named_modules(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    for path, part in (*modules, *tensors):
-        first.setdefault(id(part), path)  # Where it is shared.
-    return (
-        type(model),
-        _described(model.config),
-        tuple((path, first[id(module)], type(module)) for path, module in modules),
-        tuple((path, first[id(tensor)], tensor.shape, tensor.dtype) for path, tensor in tensors),
-    )
-
-
-def _described(value: Any) -> str:
-    """A configuration's own `repr` makes another configuration, to show what differs."""
-    inner = vars(value) if isinstance(value, PretrainedConfig) else value
-    if not isinstance(inner, dict):
-        return repr(value)
-    return f"{type(value)}({', '.join(f'{key}={_described(item)}' for key, item in inner.items())})"
 
 
 def causal_paths(model: Any) -> CausalPaths:
@@ -77,11 +53,8 @@ def causal_paths(model: Any) -> CausalPaths:
     of whole numbers, which are neither loaded nor exported."""
     if model not in _FOUND:
         _check_buffers(model)
-        find = exceptional_families().get(model.config.model_type, _find)
-        key = find, structure_of(model)
-        if key not in _BY_STRUCTURE:
-            _BY_STRUCTURE[key] = find(model)
-        _FOUND[model] = _BY_STRUCTURE[key]
+        find_exception = exceptional_families().get(model.config.model_type, _find)
+        _FOUND[model] = find_exception(model)
     return _FOUND[model]
 
 
@@ -113,6 +86,7 @@ def _num_blocks(model: Any) -> int:
     return len(list(model.get_submodule(causal_paths(model).blocks).children()))
 
 
+@once_for_each_structure
 def _find(model: Any) -> CausalPaths:
     name = type(model).__name__
     words, output = (_path_of(model, x) for x in (model.get_input_embeddings(), model.get_output_embeddings()))
