@@ -100,3 +100,21 @@ def test_what_is_gathered(values: torch.Tensor) -> None:
     expected = [bits(values.roll(rank) if values.dim() else values) for rank in range(3)]
     for rank in run_distributed(work, 3):
         assert rank == [expected] * 4
+
+
+def test_outputs_are_written_once_and_must_fit() -> None:
+    def work(rank: int) -> list[float]:
+        mine, outputs = torch.full((2,), float(rank)), [torch.zeros(2), torch.zeros(2)]
+        with make_gathers_safe():
+            gathering = dist.all_gather(outputs, mine, async_op=True)
+            assert gathering is not None
+            gathering.wait()
+            outputs[0] += 5
+            gathering.wait()
+            with pytest.raises(ValueError, match="int64"):
+                dist.all_gather_into_tensor(torch.zeros(4, dtype=torch.int64), mine)
+            with pytest.raises(ValueError, match="2 times 2 numbers"):
+                dist.all_gather([torch.zeros(2)] * 3, mine)
+        return [float(output[0]) for output in outputs]
+
+    assert run_distributed(work, 2) == [[5.0, 1.0]] * 2

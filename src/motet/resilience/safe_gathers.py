@@ -8,8 +8,9 @@ when the group is destroyed, because its threads end then. A process that outliv
 sum, to which every rank brings zeros outside its own part. The tensor of a sum belongs to its work, which the thread
 that runs it holds until gloo is done.
 
-Limits: a sum moves twice the bytes of a gather, and all ranks of a group must gather alike. Coalesced gathers and
-`all_to_all` of lists have the same defect and stay as they are: neither motet nor torch's checkpoint uses them.
+Limits: a sum moves twice the bytes of a gather, all ranks of a group must gather alike, and a gather has no future.
+Coalesced gathers and `all_to_all` of lists have the same defect and stay as they are: neither motet nor torch's
+checkpoint uses them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,8 @@ _Tensors = Tensor | list[Tensor] | list[list[Tensor]]
 
 @contextmanager
 def make_gathers_safe() -> Iterator[None]:
-    """In the block, gathers of tensors in main memory are sums, whoever calls them: torch's checkpoint gathers too."""
+    """In the block, gathers of CPU tensors by the functions of `torch.distributed` are sums; torch's checkpoint calls
+    these too."""
     with ExitStack() as stack:
         for name in ("allgather", "all_gather_single", "gather"):
             safe = _make_safe(getattr(dist.ProcessGroup, name))
@@ -54,6 +56,10 @@ class _GatherBySum(dist.Work):
 
     def __init__(self, group: dist.ProcessGroup, mine: Tensor, outputs: Sequence[Tensor]) -> None:
         super().__init__()
+        if any(output.dtype != mine.dtype for output in outputs):
+            raise ValueError(f"outputs of a gather are {outputs[0].dtype}, but what is gathered is {mine.dtype}")
+        if outputs and sum(output.numel() for output in outputs) != group.size() * mine.numel():
+            raise ValueError(f"outputs of a gather do not hold {group.size()} times {mine.numel()} numbers")
         self._outputs = outputs
         self._whole = mine.new_zeros(group.size(), mine.numel())
         self._whole[group.rank()] = mine.detach().reshape(-1)
@@ -61,11 +67,20 @@ class _GatherBySum(dist.Work):
         self._work = group.allreduce([self._whole.reshape(-1).view(torch.uint8)])
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, *timeout: Any) -> bool:
-        is_done = self._work.wait(*timeout)
-        with torch.no_grad():
-            for output, part in zip(self._outputs, self._whole.chunk(max(1, len(self._outputs))), strict=False):
-                output.copy_(part.reshape(output.shape))
+        is_done = self._work.is_completed()
+        if is_done and self._work.is_success():
+            self._write()
         return is_done
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        is_done = self._work.wait(*args, **kwargs)
+        self._write()
+        return is_done
+
+    def _write(self) -> None:
+        """Once: the caller may have changed the outputs since."""
+        outputs, self._outputs = self._outputs, ()
+        parts = self._whole.chunk(max(1, len(outputs)))
+        with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
+            for output, part in zip(outputs, parts, strict=False):
+                output.copy_(part.reshape(output.shape))
